@@ -1,0 +1,16 @@
+"""The PyTorch backend: `import polyamp.torch as amp`."""
+
+from polyamp_torch._cast import autocast as autocast
+from polyamp_torch._cast import cast as cast
+from polyamp_torch._cast import unscale as unscale
+from polyamp_torch._distributed import reduce as reduce
+from polyamp_torch._inspect import inspect as inspect
+from polyamp_torch._ops import compiled as compiled
+from polyamp_torch._ops import devices as devices
+from polyamp_torch._ops import select as select
+from polyamp_torch._ops import xp as xp
+from polyamp_torch._scaler import GradScaler as GradScaler
+from polyamp_torch._scaler import lr_step as lr_step
+from polyamp_torch._toy import toy_step as toy_step
+
+NAME = "torch"

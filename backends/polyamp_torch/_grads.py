@@ -1,0 +1,197 @@
+"""The gradients of one iteration: collect, unscale once, judge; and scaling of outputs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from polyamp_torch._inspect import amaxes, dense, judge
+
+Tensor = torch.Tensor
+PerDevice = dict[torch.device, Tensor]
+
+
+class Gradients:
+    """Which gradients of this iteration are unscaled already.
+
+    A parameter may belong to two optimizers; its gradient is unscaled by whichever comes first.
+    Gradients are known by identity, from one `clear` to the next.
+    """
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def clear(self) -> None:
+        """Forget: the next backward pass writes scaled gradients again."""
+        self._done.clear()
+
+    def mark(self, grads: Iterable[Tensor], found_inf: Tensor | None = None) -> None:
+        """Note that `grads` are unscaled; with `found_inf`, that they are unless it is set."""
+        for grad in grads:
+            self._done[id(grad)] = (grad, found_inf)
+
+    def is_done(self, grad: Tensor) -> bool:
+        """Whether `grad` is unscaled. Waits for the device only after a fused step shared it."""
+        found = self._done.get(id(grad))
+        return found is not None and (found[1] is None or not found[1].item())
+
+    def any_done(self, grads: Iterable[Tensor]) -> bool:
+        """Whether another optimizer has unscaled one of `grads`."""
+        return bool(self._done) and any(self.is_done(grad) for grad in grads)
+
+    @torch.no_grad()
+    def unscale_(
+        self, optimizer: Optimizer, inverse: Tensor, found_inf: Tensor, fp16: bool, twice: bool
+    ) -> PerDevice:
+        """Multiply the optimizer's gradients by `inverse` in place and look for what is not finite.
+
+        Args:
+            optimizer: owner of the parameters. Nothing is changed if one gradient is refused.
+            inverse: f32, 0-d: 1 / scale.
+            found_inf: f32, 0-d: value the flags start from.
+            fp16: allow float16 gradients (their unscaled values may be below float16's range).
+            twice: judge the unscaled values too, which a scale below 1 can push to infinity.
+
+        Returns:
+            One 0-d f32 flag per device, above 0 where a gradient is not finite.
+
+        Raises:
+            ValueError: a float16 gradient where `fp16` is false.
+        """
+        grads = owned_grads(optimizer, fp16)
+        todo: dict[torch.device, dict[tuple[torch.dtype, bool], list[Tensor]]]
+        todo = defaultdict(lambda: defaultdict(list))
+        for grad in grads:
+            value = dense(grad)
+            todo[value.device][value.dtype, bool(self._done) and self.is_done(grad)].append(value)
+        flags: PerDevice = {}
+        for device, groups in todo.items():
+            flag = flags[device] = found_inf.to(device, copy=True)
+            by = inverse.to(device)
+            one = torch.ones_like(by)
+            for (_, done), values in groups.items():
+                torch._amp_foreach_non_finite_check_and_unscale_(values, flag, one if done else by)
+                if twice and not done:
+                    torch._amp_foreach_non_finite_check_and_unscale_(values, flag, one)
+        self.mark(grads)
+        return flags
+
+    @torch.no_grad()
+    def check(self, optimizer: Optimizer, inverse: Tensor) -> PerDevice:
+        """Look for what is not finite, as it came or once unscaled, and change no gradient.
+
+        Args, returns: as `unscale_`.
+        """
+        grads = owned_grads(optimizer, fp16=True)
+        flags: PerDevice = {}
+        for done in (False, True):
+            values = [dense(g) for g in grads if self.is_done(g) == done]
+            by = torch.ones_like(inverse) if done else inverse
+            for value in values:
+                if value.device not in flags:
+                    flags[value.device] = torch.zeros((), device=value.device)
+            for device, top in amaxes([v for v in values if v.numel()]).items():
+                bad = judge(top, by).logical_not().to(torch.float32)
+                flags[device] = torch.maximum(flags[device], bad)
+        return flags
+
+
+def owned_grads(optimizer: Optimizer, fp16: bool) -> list[Tensor]:
+    """The optimizer's gradients, None left out, coalesced where sparse and float16.
+
+    Raises:
+        AssertionError: a parameter is not a tensor (as torch).
+        ValueError: a float16 gradient where `fp16` is false.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+        if not fp16 and param.grad is not None and param.grad.dtype == torch.float16:
+            raise ValueError(
+                "Attempting to unscale FP16 gradients: an unscaled gradient may be below float16's"
+                " range. Keep float32 parameters and run the forward pass under autocast"
+            )
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.is_sparse and grad.dtype == torch.float16:
+            param.grad = grad.coalesce()
+    return [p.grad for p in params if p.grad is not None]
+
+
+def needs_host_decision(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer would keep uninitialised momentum buffers from a skipped step.
+
+    torch's fused SGD makes its momentum buffers on the first step and, where that step is skipped
+    on the device, leaves them unset but registered. Until it has them the skip is decided here.
+    """
+    return any(
+        group.get("momentum", 0) != 0
+        and any(
+            p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
+            for p in group["params"]
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def scaled(outputs: Any, scale: Tensor) -> Any:
+    """`outputs` times `scale`: a tensor, or lists, tuples, dicts and iterables of them.
+
+    Args:
+        outputs: floating tensors. A float16 tensor with dimensions is widened to float32 first,
+            since float16 ends at 65504.
+        scale: f32, 0-d.
+
+    Raises:
+        ValueError: something in `outputs` is neither a tensor nor a collection of them.
+    """
+    on: PerDevice = {}
+
+    def on_device(device: torch.device) -> Tensor:
+        if device not in on:
+            on[device] = scale.to(device, non_blocking=True)
+        return on[device]
+
+    return _scaled(outputs, on_device)
+
+
+def _scaled(value: Any, on_device: Callable[[torch.device], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        wide = value.float() if value.dtype == torch.float16 and value.dim() else value
+        return wide * on_device(value.device)
+    if isinstance(value, Mapping):
+        items = {key: _scaled(item, on_device) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_scaled(item, on_device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_scaled(item, on_device) for item in value)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return (_scaled(item, on_device) for item in value)
+    raise ValueError(
+        "outputs must be a Tensor or an iterable of Tensors (lists, tuples and dicts may be"
+        f" nested), got {type(value).__name__}"
+    )
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in nested lists, tuples and dicts, or None."""
+    if isinstance(value, Tensor):
+        return value
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(items, (list, tuple)) or isinstance(value, Mapping):
+        return next((t for item in items if (t := first_tensor(item)) is not None), None)
+    return None
+
+
+def combined(flags: Iterable[Tensor], home: torch.device) -> Tensor:
+    """The largest of some 0-d flags, on `home`; 0 if there are none."""
+    moved = [flag.to(home, non_blocking=True) for flag in flags]
+    if not moved:
+        return torch.zeros((), device=home)
+    return moved[0] if len(moved) == 1 else torch.stack(moved).amax()

@@ -1,0 +1,108 @@
+"""What one step's gradients hold: finite or not, before and after unscaling, and how large."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from polyamp._state import Signal
+
+Tensor = torch.Tensor
+
+_SMALLEST_NORMAL_F16 = 2.0**-14
+
+
+def dense(grad: Tensor) -> Tensor:
+    """The stored values of a gradient: itself, a sparse one's values, complex as pairs of reals."""
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def amaxes(values: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    """Largest magnitude of non-empty real tensors, per device: 0-d, f32 (f64 if one is f64).
+
+    NaN and infinity come through. Nothing waits for the device. One `aminmax` per tensor on the
+    CPU, where it costs less than the native finite check; one foreach norm elsewhere.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for value in values:
+        groups[value.device, value.dtype].append(value)
+    per_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for (device, dtype), tensors in groups.items():
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        if device.type == "cpu":
+            ends = [end for t in tensors for end in torch.aminmax(t)]
+        else:
+            ends = list(torch._foreach_norm(tensors, float("inf")))
+        per_device[device].append(torch.stack(ends).abs().amax().to(wide))
+    return {d: torch.stack(_same_width(t)).amax() for d, t in per_device.items()}
+
+
+def _same_width(tensors: list[Tensor]) -> list[Tensor]:
+    wide = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+    return [t.to(wide) for t in tensors]
+
+
+def judge(amax: Tensor, inverse: Tensor) -> Tensor:
+    """0-d bool: finite as it came and after the multiplication by `inverse`, that unscales it."""
+    return torch.isfinite(amax) & torch.isfinite(amax * inverse.to(amax.device))
+
+
+@torch.no_grad()
+def inspect(
+    grads: Iterable[Tensor | None],
+    loss_scale: Any,
+    loss: Tensor | None = None,
+    amax: bool = False,
+    sub: bool = False,
+) -> Signal:
+    """Measure gradients that still carry `loss_scale`. No host sync.
+
+    Args:
+        grads: gradient tensors of any device, floating or complex dtype, dense or sparse; None
+            entries and empty tensors are passed over.
+        loss_scale: the scale they carry: float or 0-d f32 tensor.
+        loss: the unscaled loss; `loss_finite` stays True where it is not given.
+        amax: also give the largest magnitude, as it came.
+        sub: also give the share of nonzero entries below 2**-14 in magnitude.
+
+    Returns:
+        A Signal of 0-d tensors on the device of the first gradient (the CPU if there is none).
+        `finite` judges every gradient as it came and unscaled.
+    """
+    values = [v for g in grads if g is not None and (v := dense(g)).numel()]
+    home = values[0].device if values else torch.device("cpu")
+    scale = torch.as_tensor(loss_scale, dtype=torch.float32).to(home)
+    largest = list(amaxes(values).items())
+    finite = torch.ones((), dtype=torch.bool, device=home)
+    for _, top in largest:
+        finite = finite & judge(top, scale.reciprocal()).to(home)
+    signal = Signal(finite)
+    if loss is not None:
+        signal = signal._replace(loss_finite=torch.isfinite(loss.detach()).all().to(home))
+    if amax:
+        top = torch.zeros((), dtype=torch.float32, device=home)
+        for _, other in largest:
+            top = torch.maximum(top, _as_f32(other).to(home))
+        signal = signal._replace(amax=top)
+    return signal._replace(sub=_share(values, home)) if sub else signal
+
+
+def _as_f32(amax: Tensor) -> Tensor:
+    limit = torch.finfo(torch.float32).max
+    narrow = amax.clamp(max=limit) if amax.dtype == torch.float64 else amax
+    return torch.where(torch.isinf(amax), amax, narrow).to(torch.float32)
+
+
+def _share(values: list[Tensor], home: torch.device) -> Tensor:
+    small = torch.zeros((), dtype=torch.int64, device=home)
+    nonzero = torch.zeros((), dtype=torch.int64, device=home)
+    for value in values:
+        size = value.abs()
+        small += ((size > 0) & (size < _SMALLEST_NORMAL_F16)).sum().to(home)
+        nonzero += torch.count_nonzero(size).to(home)
+    share = small.to(torch.float32) / nonzero.clamp(min=1)
+    return torch.where(nonzero > 0, share, torch.full_like(share, -1.0))

@@ -1,0 +1,363 @@
+"""GradScaler: torch.amp.GradScaler's interface over polyamp's state machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.optim import Optimizer
+
+from polyamp._dynamic import Dynamic
+from polyamp._errors import RuleError
+from polyamp._interchange import scaler_from_dict, scaler_to_dict
+from polyamp._policy import Policy, parse_policy
+from polyamp._presets import like, resolve_rule
+from polyamp._scaling import Rule
+from polyamp._state import Decision, ScalerState, raise_on_fault, warn_on_skip
+from polyamp._xp import F32_MAX
+from polyamp_torch._grads import Gradients, combined, first_tensor, scaled
+from polyamp_torch._state import Keeper
+from polyamp_torch._state_dict import export_state, import_state
+from polyamp_torch._stepping import Stepping
+
+Tensor = torch.Tensor
+
+_TORCH = like("torch")
+
+
+class GradScaler(Stepping):
+    """A drop-in for `torch.amp.GradScaler`, on CPU and accelerators, under any polyamp rule.
+
+        scaler = amp.GradScaler("cuda")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    Same constructor, methods, errors and state_dict as torch's, and its default behaviour, but: the
+    scale never reaches 0; overflow is judged on the unscaled gradients; a parameter that two
+    optimizers share is unscaled once between two calls of `scale`; an error leaves scaler and
+    optimizer as they were; skipped steps are warned about and told apart without waiting.
+
+    With the scale on the CPU all deciding is done on the host. On an accelerator it is done
+    there: `step` with a fused optimizer, and `update`, never wait for it; `last_decision` then
+    holds 0-d tensors, and a fault is raised by the next `check` or `get_scale`.
+
+    Args:
+        device: "cuda", "cpu" or another device type.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        rule: a `polyamp.Rule` or the name of a system ("megatron", "deepspeed-zero", ...) in place
+            of the four numbers.
+        policy: a Policy or policy string; scaling is off where it needs none (bfloat16, float32),
+            unless `rule` asks for it.
+        min_scale, max_scale, hysteresis: as in `polyamp.Dynamic`, beside the four numbers.
+
+    Raises:
+        RuleError: a parameter outside its range, or both a rule and parameters of one.
+        PolicyError: `policy` is not one.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        rule: Rule | str | None = None,
+        policy: Policy | str | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int | None = None,
+    ) -> None:
+        given = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "min_scale": _TORCH.min_scale if min_scale is None else min_scale,
+            "max_scale": _TORCH.max_scale if max_scale is None else max_scale,
+            "hysteresis": _TORCH.hysteresis if hysteresis is None else hysteresis,
+        }
+        if policy is not None and not parse_policy(policy).needs_scaling and rule is None:
+            enabled = False
+        self._keeper = Keeper(_rule_from(rule, given))
+        self._force_device_mode = False
+        self._last_decision: Decision | None = None
+        self._gradients = Gradients()
+        self._results: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._constructed = False
+        super().__init__(device, self._keeper.rule.init_scale, enabled=enabled)
+        self._constructed = True
+        self._init_growth_tracker = self._keeper.state.clean
+
+    @property
+    def rule(self) -> Rule:
+        """The rule in force."""
+        return self._keeper.rule
+
+    @property
+    def _growth_factor(self) -> float:
+        return getattr(self._keeper.rule, "growth_factor", 1.0)
+
+    @_growth_factor.setter
+    def _growth_factor(self, value: float) -> None:
+        self._change_rule(growth_factor=value)
+
+    @property
+    def _backoff_factor(self) -> float:
+        return getattr(self._keeper.rule, "backoff_factor", 1.0)
+
+    @_backoff_factor.setter
+    def _backoff_factor(self, value: float) -> None:
+        self._change_rule(backoff_factor=value)
+
+    @property
+    def _growth_interval(self) -> int:
+        return getattr(self._keeper.rule, "growth_interval", 2**31 - 1)
+
+    @_growth_interval.setter
+    def _growth_interval(self, value: int) -> None:
+        self._change_rule(growth_interval=value)
+
+    def _change_rule(self, **changes: Any) -> None:
+        if not self._constructed:
+            return
+        rule = self._keeper.rule
+        if not isinstance(rule, Dynamic):
+            raise RuleError(f"{type(rule).__name__} has no {', '.join(changes)} to set")
+        self._keeper.use_rule(dataclasses.replace(rule, **changes))
+
+    # Scaling and unscaling.
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        with torch.inference_mode(False):
+            super()._lazy_init_scale_growth_tracker(dev)
+
+    def scale(self, outputs: Any) -> Any:
+        """`outputs` times the scale, as a new tensor or collection; unchanged if disabled.
+
+        Args:
+            outputs: a tensor, or lists, tuples, dicts and other iterables of tensors, nested as
+                you like; collections come back as they are, other iterables as generators. float16
+                tensors with dimensions come back as float32.
+
+        Raises:
+            ValueError: there is something else in `outputs`.
+        """
+        if not self._enabled:
+            return outputs
+        self._gradients.clear()
+        if self._scale is None:
+            return self._first_scaled(outputs)
+        return scaled(outputs, self._scale)
+
+    def _first_scaled(self, outputs: Any) -> Any:
+        if isinstance(outputs, Iterable) and not isinstance(outputs, (Tensor, Collection)):
+            outputs = list(outputs)
+        tensor = first_tensor(outputs)
+        home = torch.device(self._device) if tensor is None else tensor.device
+        result = scaled(outputs, torch.full((), self._init_scale, device=home))
+        self._lazy_init_scale_growth_tracker(home)
+        return result
+
+    # What came of it.
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Take the iteration's one decision: grow, keep or cut the scale.
+
+        Args:
+            new_scale: set the scale to this instead: a positive finite number, or a one-element
+                float tensor on the scaler's kind of device. Lifted to the rule's floor.
+
+        Raises:
+            AssertionError: no optimizer was checked since the last update (as torch).
+            RuleError: `new_scale` is not a positive finite number.
+            ScaleFloorError: the rule gave up (host mode). The scaler stays usable.
+        """
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            self._set_scale(scale, new_scale)
+        else:
+            found = [
+                flag
+                for record in self._per_optimizer_states.values()
+                for flag in record["found_inf_per_device"].values()
+            ]
+            if not found:
+                raise AssertionError("No inf checks were recorded prior to update.")
+            self._last_decision = self._keeper.advance(
+                scale, tracker, combined(found, scale.device), self._on_device(scale)
+            )
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._gradients.clear()
+        if new_scale is None and not self._on_device(scale):
+            self._report(self._keeper.state)
+
+    def _set_scale(self, scale: Tensor, new: Any) -> None:
+        floor = self._keeper.rule.min_scale
+        if isinstance(new, Tensor):
+            if new.device.type != self._device or new.numel() != 1 or new.requires_grad:
+                raise AssertionError(
+                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or"
+                    " torch.FloatTensor with requires_grad=False."
+                )
+            value = new.detach().reshape(()).to(scale.device, torch.float32)
+            usable = torch.isfinite(value) & (value > 0)
+            scale.copy_(torch.where(usable, value.clamp(min=floor), scale))
+            return
+        if isinstance(new, bool) or not isinstance(new, (int, float)):
+            raise RuleError(f"new_scale must be a number or a tensor, got {new!r}")
+        if not (math.isfinite(new) and 0.0 < new <= F32_MAX):
+            raise RuleError(f"new_scale must be positive and finite in float32, got {new!r}")
+        scale.fill_(max(float(new), floor))
+
+    def _report(self, state: ScalerState) -> None:
+        if state.fault:
+            self._keeper.state = state._replace(fault=0)
+            raise_on_fault(state)
+        warn_on_skip(state.skipped_in_a_row, state.loss_scale, stacklevel=3)
+
+    def check(self) -> None:
+        """Read the state and report what it holds; on an accelerator this waits for it.
+
+        Raises:
+            ScaleFloorError: the rule gave up since the last look.
+        """
+        if self._enabled:
+            state = self.state
+            if state.fault:
+                self._keeper.clear_fault()
+                raise_on_fault(state)
+            warn_on_skip(state.skipped_in_a_row, state.loss_scale)
+
+    @property
+    def last_decision(self) -> Decision | None:
+        """The decision of the last `update`, or None: numbers, or 0-d tensors on an accelerator."""
+        return self._last_decision
+
+    # State.
+
+    @property
+    def state(self) -> ScalerState:
+        """The whole state in Python numbers; on an accelerator reading it waits."""
+        state = self._keeper.read(
+            getattr(self, "_scale", None), getattr(self, "_growth_tracker", None)
+        )
+        if getattr(self, "_scale", None) is None and self._enabled:
+            return state._replace(
+                loss_scale=float(self._init_scale), clean=self._init_growth_tracker
+            )
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as torch's five keys, {} if disabled.
+
+        A sixth key, "polyamp", holds rule and state in portable form, only where torch's keys do
+        not say everything that later decisions depend on. torch's GradScaler loads either.
+        """
+        return export_state(self._keeper.rule, self.state) if self._enabled else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state_dict of torch's GradScaler or of this one; no-op if disabled.
+
+        Rule parameters come with it, as in torch. A scale of 0 is lifted to the floor, with a
+        warning.
+
+        Raises:
+            RuntimeError: the dict is empty, as a disabled scaler's is (as torch).
+            StateError: a key is missing or a value is wrong. The scaler is unchanged.
+        """
+        if self._enabled:
+            self._go_on(*import_state(state_dict, self._keeper.rule))
+
+    def _go_on(self, rule: Rule, state: ScalerState) -> None:
+        self._keeper.use_rule(rule)
+        self._keeper.load(state)
+        self._init_scale, self._init_growth_tracker = state.loss_scale, state.clean
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.fill_(state.loss_scale)
+            self._growth_tracker.fill_(state.clean)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Rule and state in polyamp's portable JSON form, for any framework."""
+        return scaler_to_dict(self._keeper.rule, self.state)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], device: str = "cuda") -> GradScaler:
+        """A scaler that goes on from `to_dict` of any framework.
+
+        Raises:
+            StateError: `data` is not a saved scaler.
+        """
+        rule, state = scaler_from_dict(data)
+        scaler = cls(device, rule=rule)
+        if scaler._enabled:
+            scaler._go_on(rule, state)
+        return scaler
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled:
+            waiting = self._per_optimizer_states.values()
+            if any(r["stage"] is not OptState.READY or r["found_inf_per_device"] for r in waiting):
+                raise AssertionError(
+                    "A GradScaler instance may only be pickled at the beginning of an iteration, or"
+                    " at the end after scaler.update()."
+                )
+        saved = self.__dict__.copy()
+        if self._enabled:
+            state = self.state
+            saved["_keeper"] = Keeper(self._keeper.rule)
+            saved["_keeper"].load(state)
+            saved["_init_scale"], saved["_init_growth_tracker"] = state.loss_scale, state.clean
+            saved["_scale"] = saved["_growth_tracker"] = None
+            saved["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
+        saved["_last_decision"] = None
+        del saved["_results"], saved["_gradients"]
+        return saved
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._gradients, self._results = Gradients(), weakref.WeakKeyDictionary()
+
+
+def _rule_from(rule: Rule | str | None, given: dict[str, Any]) -> Rule:
+    if rule is None:
+        return like("torch", **given)
+    changed = [name for name, value in given.items() if value != getattr(_TORCH, name)]
+    if changed:
+        raise RuleError(
+            f"give either rule= or {', '.join(changed)}, not both; a rule takes them itself, as in"
+            f' Dynamic.like("megatron", {changed[0]}={given[changed[0]]!r})'
+        )
+    return resolve_rule(rule)
+
+
+def lr_step(scheduler: Any, scaler: GradScaler, *args: Any) -> bool:
+    """Step a learning-rate scheduler unless its optimizer's last step was skipped.
+
+    Call it once an iteration, after `scaler.update()`.
+
+    Args:
+        scheduler: a torch scheduler; its `optimizer` must have been stepped through `scaler`.
+        *args: passed on to `scheduler.step` (ReduceLROnPlateau's metric).
+
+    Returns:
+        Whether the scheduler was stepped.
+
+    Raises:
+        StateError: the optimizer was not stepped through `scaler`.
+    """
+    applied = scaler.applied(scheduler.optimizer)
+    if applied:
+        scheduler.step(*args)
+    return applied

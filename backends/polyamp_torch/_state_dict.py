@@ -1,0 +1,83 @@
+"""state_dict of GradScaler: torch's five keys, and a sixth where they do not suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from polyamp._dynamic import Dynamic
+from polyamp._errors import RuleError, StateError
+from polyamp._interchange import check_scale, scaler_from_dict, scaler_to_dict
+from polyamp._presets import like
+from polyamp._scaling import Rule
+from polyamp._state import ScalerState
+
+EXTRA = "polyamp"
+"""The sixth key: rule and state in polyamp's portable form."""
+
+_RULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
+_KEYS = ("scale", *_RULE_KEYS, "_growth_tracker")
+
+
+def expressible(rule: Rule) -> bool:
+    """Whether torch's five keys say all of `rule` that later decisions depend on."""
+    if not isinstance(rule, Dynamic):
+        return False
+    said = {key: getattr(rule, key) for key in ("init_scale", *_RULE_KEYS)}
+    return rule == replace(like("torch"), **said)
+
+
+def export_state(rule: Rule, state: ScalerState) -> dict[str, Any]:
+    """The state_dict of a scaler; `state` in Python numbers."""
+    saved: dict[str, Any] = {
+        "scale": state.loss_scale,
+        "growth_factor": getattr(rule, "growth_factor", 1.0),
+        "backoff_factor": getattr(rule, "backoff_factor", 1.0),
+        "growth_interval": getattr(rule, "growth_interval", 2**31 - 1),
+        "_growth_tracker": state.clean,
+    }
+    if not expressible(rule):
+        saved[EXTRA] = scaler_to_dict(rule, state)
+    return saved
+
+
+def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerState]:
+    """Rule and state out of a state_dict, torch's or ours.
+
+    Args:
+        saved: torch's five keys, or ours. Values may be Python numbers or 0-d tensors.
+        rule: the rule in force, which torch's keys change in three parameters.
+
+    Raises:
+        RuntimeError: `saved` is empty, as a disabled scaler's is (as torch).
+        StateError: a key is missing, or a value is not what it should be.
+    """
+    if not isinstance(saved, Mapping):
+        raise StateError(f"a state_dict is a dict, got {type(saved).__name__}")
+    if len(saved) == 0:
+        raise RuntimeError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance"
+            " of GradScaler. Save while scaling is enabled, or disable this scaler too"
+        )
+    if EXTRA in saved:
+        return scaler_from_dict(saved[EXTRA])
+    missing = [key for key in _KEYS if key not in saved]
+    if missing:
+        raise StateError(f"scaler state_dict: missing {', '.join(missing)}; it has {list(saved)}")
+    values = {key: _plain(saved[key]) for key in _KEYS}
+    if isinstance(rule, Dynamic):
+        try:
+            rule = replace(rule, **{key: values[key] for key in _RULE_KEYS})
+        except RuleError as error:
+            raise StateError(f"scaler state_dict: {error}") from error
+    scale, clean = check_scale(values["scale"], rule), values["_growth_tracker"]
+    if isinstance(clean, bool) or not isinstance(clean, int) or not -1 <= clean < 2**31:
+        raise StateError(f"scaler state_dict: _growth_tracker must be an integer, got {clean!r}")
+    return rule, rule.init()._replace(loss_scale=scale, clean=clean)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -1,0 +1,54 @@
+"""The `polyamp` command: demo, bench and formats."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import polyamp
+from polyamp._errors import PolyampError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    from polyamp import bench, demo
+
+    top = argparse.ArgumentParser(
+        prog="polyamp", description="Mixed precision that says what it does."
+    )
+    top.add_argument("--version", action="version", version=f"polyamp {polyamp.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module, text in (
+        ("demo", demo, "train real models in fp32, fp16 and bf16 and compare"),
+        ("bench", bench, "measure polyamp beside what it replaces"),
+    ):
+        command = commands.add_parser(name, help=text, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    formats = commands.add_parser("formats", help="print the number formats")
+    formats.set_defaults(run=_formats)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status: 0 fine, 1 a limit was missed, 2 a user's error."""
+    args = parser().parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except PolyampError as error:
+        print(f"polyamp {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _formats(args: argparse.Namespace) -> int:
+    from polyamp._formats import formats_table
+
+    print(formats_table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
