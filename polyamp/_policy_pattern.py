@@ -60,7 +60,7 @@ def compile_pattern(text: str) -> Pattern:
         PolicyError: it cannot be read; says why.
     """
     if not text.startswith("re:"):
-        return Pattern(text, re.compile(_glob(text), re.DOTALL))
+        return Pattern(text, re.compile(_glob(text)))
     try:
         return Pattern(text, re.compile(text.removeprefix("re:")))
     except (re.error, ValueError, OverflowError, RecursionError, Warning) as error:

@@ -13,13 +13,14 @@ NAMES = st.sampled_from(sorted(FORMATS))
 MAYBE = st.none() | NAMES
 POLICIES = st.builds(Policy, NAMES, NAMES, NAMES, MAYBE, MAYBE, MAYBE)
 
-ATOMS = st.sampled_from(
-    [
-        *["a", "b", "0", "_", "^", "-", "(", "+", "$", "é", "\n", "*", "?", "[[]", "[a-b-c]"],
-        *["[ab]", "[!a]", "[a-c]", "[]a]", "[!]a]", "[-a]", "[a-]", "[^a]", "[a^]", "[!^a]"],
-        *["[&&b]", "[||a]", "[~~a]", "[+-0]", "[\\d]"],
-    ]
-)
+ATOM_LIST = [
+    *["a", "b", "0", "_", "^", "-", "(", "+", "$", "é", "\n", "*", "?", "[[]", "[a-b-c]"],
+    *["[ab]", "[!a]", "[a-c]", "[]a]", "[!]a]", "[-a]", "[a-]", "[^a]", "[a^]", "[!^a]"],
+    *["[&&b]", "[||a]", "[~~a]", "[+-0]", "[\\d]"],
+]
+"""Pieces of one glob segment."""
+
+ATOMS = st.sampled_from(ATOM_LIST)
 SEGMENTS = st.just("**") | st.lists(ATOMS, min_size=1, max_size=4).map("".join).filter(
     lambda s: "**" not in s
 )

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_strategies import GLOBS, MAPS
+from policy_strategies import ATOM_LIST, GLOBS, MAPS
 
 from polyamp._errors import PolicyError
 from polyamp._policy import Policy
@@ -65,6 +65,22 @@ PATHS = st.lists(PATH_SEGMENTS, max_size=5).map(".".join)
 @given(GLOBS, PATHS)
 def test_globs_match_as_the_reference(pattern, path):
     assert compile_pattern(pattern).matches(path) == reference(pattern, path)
+
+
+def test_each_piece_matches_the_same_single_characters_as_fnmatch():
+    wrong = [
+        (atom, char)
+        for atom in ATOM_LIST
+        for char in map(chr, [*range(46), *range(47, 256)])
+        if compile_pattern(atom).matches(char) != fnmatchcase(char, atom)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("pattern", ["a?b", "a*b", "a[!x]b", "a[+-0]b", "?*b", "[!x]*b"])
+def test_nothing_within_a_segment_matches_across_a_dot(pattern):
+    assert matching(pattern, ("a.b", "a..b", "a.b.b", "aa.bb")) == []
+    assert matching(pattern, ("a/b", "a.b")) == ["a/b"]
 
 
 @given(st.lists(st.sampled_from(["**", "*", "a", "b", "a*"]), max_size=6).map(".".join))

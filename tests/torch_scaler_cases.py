@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import polyamp.torch as amp
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import polyamp.torch as amp
 
 INF, NAN = float("inf"), float("nan")
 
@@ -26,7 +27,7 @@ def make_scaler(mode: str, device: str = "cpu", **kwargs: Any) -> amp.GradScaler
     return scaler
 
 
-def parameter(*values: complex, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+def parameter(*values: complex, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
 
 

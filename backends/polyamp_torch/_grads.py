@@ -139,54 +139,33 @@ def needs_host_decision(optimizer: Optimizer) -> bool:
     )
 
 
-def scaled(outputs: Any, scale: Tensor) -> Any:
-    """`outputs` times `scale`: a tensor, or lists, tuples, dicts and iterables of them.
+def scaled(value: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
+    """`value` times the scale: a tensor, or lists, tuples, dicts and iterables of them.
 
     Args:
-        outputs: floating tensors. A float16 tensor with dimensions is widened to float32 first,
-            since float16 ends at 65504.
-        scale: f32, 0-d.
+        value: floating tensors. A float16 tensor with dimensions is widened to float32 first,
+            since float16 ends at 65504. An iterable that is no collection is scaled lazily.
+        scale_on: gives the scale, f32, 0-d, on a device.
 
     Raises:
-        ValueError: something in `outputs` is neither a tensor nor a collection of them.
+        ValueError: something in `value` is neither a tensor nor a collection of them.
     """
-    on: PerDevice = {}
-
-    def on_device(device: torch.device) -> Tensor:
-        if device not in on:
-            on[device] = scale.to(device, non_blocking=True)
-        return on[device]
-
-    return _scaled(outputs, on_device)
-
-
-def _scaled(value: Any, on_device: Callable[[torch.device], Tensor]) -> Any:
     if isinstance(value, Tensor):
         wide = value.float() if value.dtype == torch.float16 and value.dim() else value
-        return wide * on_device(value.device)
+        return wide * scale_on(value.device)
     if isinstance(value, Mapping):
-        items = {key: _scaled(item, on_device) for key, item in value.items()}
+        items = {key: scaled(item, scale_on) for key, item in value.items()}
         return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_scaled(item, on_device) for item in value))
+        return type(value)(*(scaled(item, scale_on) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_scaled(item, on_device) for item in value)
+        return type(value)(scaled(item, scale_on) for item in value)
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        return (_scaled(item, on_device) for item in value)
+        return (scaled(item, scale_on) for item in value)
     raise ValueError(
         "outputs must be a Tensor or an iterable of Tensors (lists, tuples and dicts may be"
         f" nested), got {type(value).__name__}"
     )
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in nested lists, tuples and dicts, or None."""
-    if isinstance(value, Tensor):
-        return value
-    items = value.values() if isinstance(value, Mapping) else value
-    if isinstance(items, (list, tuple)) or isinstance(value, Mapping):
-        return next((t for item in items if (t := first_tensor(item)) is not None), None)
-    return None
 
 
 def combined(flags: Iterable[Tensor], home: torch.device) -> Tensor:

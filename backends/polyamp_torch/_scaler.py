@@ -6,8 +6,8 @@ import dataclasses
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
@@ -21,7 +21,7 @@ from polyamp._presets import like, resolve_rule
 from polyamp._scaling import Rule
 from polyamp._state import Decision, ScalerState, raise_on_fault, warn_on_skip
 from polyamp._xp import F32_MAX
-from polyamp_torch._grads import Gradients, combined, first_tensor, scaled
+from polyamp_torch._grads import Gradients, combined, scaled
 from polyamp_torch._state import Keeper
 from polyamp_torch._state_dict import export_state, import_state
 from polyamp_torch._stepping import Stepping
@@ -155,20 +155,16 @@ class GradScaler(Stepping):
         if not self._enabled:
             return outputs
         self._gradients.clear()
-        if self._scale is None:
-            return self._first_scaled(outputs)
-        return scaled(outputs, self._scale)
+        copies: dict[torch.device, Tensor] = {}
 
-    def _first_scaled(self, outputs: Any) -> Any:
-        if isinstance(outputs, Iterable) and not isinstance(outputs, (Tensor, Collection)):
-            outputs = list(outputs)
-        tensor = first_tensor(outputs)
-        home = torch.device(self._device) if tensor is None else tensor.device
-        result = scaled(outputs, torch.full((), self._init_scale, device=home))
-        self._lazy_init_scale_growth_tracker(home)
-        return result
+        def scale_on(device: torch.device) -> Tensor:
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(device)
+            if device not in copies:
+                copies[device] = cast(Tensor, self._scale).to(device, non_blocking=True)
+            return copies[device]
 
-    # What came of it.
+        return scaled(outputs, scale_on)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Take the iteration's one decision: grow, keep or cut the scale.

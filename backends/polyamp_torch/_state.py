@@ -84,7 +84,7 @@ class Keeper:
     def _advance_on_device(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> Decision:
         state = self.state
         if not isinstance(state.step, Tensor):
-            state = _mapped(state, lambda v: Ops(scale.device).c(v, "i32"))
+            state = _mapped(state, Ops(scale.device).typed)
         old = state._replace(loss_scale=scale.clone(), clean=tracker)
         new = self._transition(scale.device)(old, Signal(found_inf == 0.0))
         scale.copy_(new.loss_scale)

@@ -103,7 +103,7 @@ class Stepping(torch.amp.GradScaler):
             return None
         own = getattr(optimizer, "grad_scale", None)
         if ready:
-            own = scale if own is None else scale * own
+            own = scale.clone() if own is None else scale * own
         result = _step_with(optimizer, own, found_inf, args, kwargs)
         record["stage"] = OptState.STEPPED
         self._results[optimizer] = found_inf

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import polyamp.torch as amp
 import pytest
 import torch
 from torch_scaler_cases import (
@@ -19,6 +18,10 @@ from torch_scaler_cases import (
     tensors_of,
     train,
 )
+
+import polyamp.torch as amp
+
+pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
 
 
 @pytest.fixture(params=["host", "device"])
@@ -241,8 +244,8 @@ class TestKindsOfGradients:
 
     def test_sparse_half_overflows_where_duplicates_add_up(self, make):
         p = torch.zeros(3, dtype=torch.float16).to_sparse()
-        index = torch.tensor([[1, 1]])
-        p.grad = torch.sparse_coo_tensor(index, torch.tensor([6e4, 6e4]).half(), (3,), check_invariants=True)
+        index, values = torch.tensor([[1, 1]]), torch.tensor([6e4, 6e4]).half()
+        p.grad = torch.sparse_coo_tensor(index, values, (3,), check_invariants=True)
         optimizer = torch.optim.SGD([p], lr=1.0)
         found = make()._unscale_grads_(optimizer, torch.full((1,), 0.5), torch.zeros(1), True)
         assert sum(v.item() for v in found.values()) == 1.0
@@ -319,7 +322,8 @@ class TestOptimizersThatScaleThemselves:
         seen = []
 
         def step(self, closure=None):
-            seen.append((self.grad_scale, self.found_inf))
+            own = self.grad_scale
+            seen.append((own if own is None else own.item(), self.found_inf.item()))
             return 7
 
         scaler = make(init_scale=4.0)
@@ -332,8 +336,7 @@ class TestOptimizersThatScaleThemselves:
             assert not hasattr(optimizer, "grad_scale")
             assert not hasattr(optimizer, "found_inf")
             scaler.update()
-        values = [(g if g is None else g.item(), f.item()) for g, f in seen]
-        assert values == [(4.0, 0.0), (4.0, 1.0), (None, 0.0)]
+        assert seen == [(4.0, 0.0), (4.0, 1.0), (None, 0.0)]
 
     def test_keyword(self, make):
         seen = []

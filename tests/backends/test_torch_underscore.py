@@ -6,11 +6,14 @@ import copy
 import pickle
 from functools import partial
 
-import polyamp.torch as amp
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch_scaler_cases import INF, NAN, OPTIMIZERS, backward, iterate, make_scaler, parameter
+
+import polyamp.torch as amp
+
+pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
 
 
 @pytest.fixture(params=["host", "device"])

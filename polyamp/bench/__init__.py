@@ -1,0 +1,106 @@
+"""`polyamp bench`: measure polyamp beside what it replaces, and hold it to its limits.
+
+A bench is a function `(quick, tell) -> Report`; `BENCHES` says where it is. Exit status 1 where a
+limit is missed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from polyamp._errors import BackendError, PolyampError, closest
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+    from polyamp.bench.harness import Tell
+    from polyamp.bench.report import Report
+
+__all__ = ["BENCHES", "Bench", "add_arguments", "run"]
+
+
+class Bench(NamedTuple):
+    """Where a bench is and what it measures.
+
+    Attributes:
+        module, function: of `function(quick: bool, tell: Tell) -> Report`.
+        text: what it measures, in a few words.
+        needs: the framework it runs in, which is also the extra that installs it; None for none.
+    """
+
+    module: str
+    function: str
+    text: str
+    needs: str | None = None
+
+    def load(self) -> Callable[[bool, Tell], Report]:
+        """The function; imports the framework.
+
+        Raises:
+            BackendError: the framework is not installed.
+        """
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if self.needs is None or (error.name or "").partition(".")[0] != self.needs:
+                raise
+            raise BackendError(
+                f"this bench needs {self.needs}, which is not installed: pip install"
+                f' "polyamp[{self.needs}]"'
+            ) from error
+        function: Callable[[bool, Tell], Report] = getattr(module, self.function)
+        return function
+
+
+BENCHES: dict[str, Bench] = {
+    "core": Bench("polyamp.bench.core", "core", "time of the import and of one transition"),
+    "torch-step": Bench(
+        "polyamp_torch._bench",
+        "torch_step",
+        "scale + step + update beside torch.amp.GradScaler, and host syncs",
+        needs="torch",
+    ),
+}
+"""Every bench by its name on the command line."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `polyamp bench` to `parser`."""
+    known = "; ".join(f"{name}: {bench.text}" for name, bench in BENCHES.items())
+    parser.add_argument("name", metavar="NAME", help=known)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, wider intervals")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the bench that `args` of `add_arguments` names; 0 if every limit is kept, else 1.
+
+    With --json stdout carries the object alone; progress goes to stderr.
+
+    Raises:
+        PolyampError: there is no such bench.
+        BackendError: the framework it needs is not installed, or a measuring process failed.
+    """
+    report = _named(args.name).load()(args.quick, _tell)
+    if args.json:
+        print(report.to_json())
+    else:
+        report.show()
+    return 0 if report.ok else 1
+
+
+def _named(name: str) -> Bench:
+    if name not in BENCHES:
+        near = closest(name, BENCHES)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise PolyampError(f"no bench {name!r}: choose from {', '.join(BENCHES)}{hint}")
+    return BENCHES[name]
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

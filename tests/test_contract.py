@@ -1,0 +1,195 @@
+"""The contract on every installed backend and on the toy; and the contract itself can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import polyamp
+import polyamp_toy
+import pytest
+from polyamp.testing import BackendContract
+
+Convert = Callable[[Any], Any]
+
+
+def _torch() -> tuple[Convert, Convert]:
+    import torch
+
+    return (lambda a: torch.from_numpy(np.array(a)), lambda t: t.detach().cpu().numpy())
+
+
+ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {"torch": _torch}
+"""For each framework: from numpy, to numpy."""
+
+
+class TestToy(BackendContract):
+    """As the documentation of the contract shows it."""
+
+    backend = polyamp_toy
+
+    def to_array(self, array: Any) -> Any:
+        return np.array(array)
+
+    def to_numpy(self, array: Any) -> Any:
+        return np.asarray(array)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
+class TestInstalled(BackendContract):
+    """The same tests for each of polyamp's own backends."""
+
+    @pytest.fixture(autouse=True)
+    def _use(self, backend: ModuleType) -> None:
+        self.backend = backend
+        self.to_array, self.to_numpy = ARRAYS[backend.NAME]()  # type: ignore[method-assign]
+
+
+CHECKS = [name for name in dir(BackendContract) if name.startswith("test_")]
+
+
+def broken(**members: Any) -> TestToy:
+    """The toy's contract with some members replaced."""
+    contract = TestToy()
+    contract.backend = SimpleNamespace(**{**vars(polyamp_toy), **members})  # type: ignore[assignment]
+    return contract
+
+
+def broken_xp(**functions: Any) -> TestToy:
+    return broken(xp=type("Broken", (polyamp_toy.Ops,), functions)())
+
+
+def failing(contract: BackendContract) -> set[str]:
+    """The names of the checks that fail."""
+    failed = set()
+    for name in CHECKS:
+        try:
+            getattr(contract, name)()
+        except Exception:
+            failed.add(name.removeprefix("test_"))
+    return failed
+
+
+def _norm_inspect(grads: Any, loss_scale: Any, *args: Any, **more: Any) -> polyamp.Signal:
+    """Judges the sum of squares, as several libraries do."""
+    with np.errstate(all="ignore"):
+        norm = sum(np.sum(g * g) for g in grads if g is not None)
+        return polyamp_toy.inspect(grads, loss_scale, *args, **more)._replace(
+            finite=np.isfinite(norm)
+        )
+
+
+def _only_scaled(grads: Any, loss_scale: Any, *args: Any, **more: Any) -> polyamp.Signal:
+    return polyamp_toy.inspect(grads, 1.0, *args, **more)
+
+
+def _multiplying_select(flag: Any, new: Any, old: Any) -> list[Any]:
+    with np.errstate(all="ignore"):
+        return [n * flag + o * (1 - flag) for n, o in zip(new, old, strict=True)]
+
+
+def _half_unscale(grads: Any, inverse: Any) -> Any:
+    return [None if g is None else g * g.dtype.type(inverse) for g in grads]
+
+
+def _new_scale_step(weights: Any, batch: Any, rule: Any, state: Any = None) -> Any:
+    """Unscales with the scale of the next step."""
+    old = rule.init() if state is None else state
+    after, new = polyamp_toy.toy_step(weights, batch, rule, state)
+    return weights + (after - weights) * np.float32(old.loss_scale / new.loss_scale), new
+
+
+def _secretive_step() -> Any:
+    """Keeps something of its own beside weights and state."""
+    calls = [0]
+
+    def step(weights: Any, batch: Any, rule: Any, state: Any = None) -> Any:
+        calls[0] += 1
+        after, new = polyamp_toy.toy_step(weights, batch, rule, state)
+        return after * np.float32(0.5 ** (calls[0] % 3)), new
+
+    return step
+
+
+def _forgetful_step(weights: Any, batch: Any, rule: Any, state: Any = None) -> Any:
+    """Starts each step from a fresh state."""
+    return polyamp_toy.toy_step(weights, batch, rule, None)
+
+
+def _stepping_on_skips(weights: Any, batch: Any, rule: Any, state: Any = None) -> Any:
+    after, new = polyamp_toy.toy_step(weights, batch, rule, state)
+    return (weights - 1 if new.skipped_in_a_row else after), new
+
+
+def test_the_toy_passes_everything_that_is_broken_below() -> None:
+    assert failing(TestToy()) == set()
+    assert len(CHECKS) == 29
+
+
+@pytest.mark.parametrize(
+    ("contract", "check"),
+    [
+        (broken_xp(c=lambda self, value, kind: value), "constants_are_typed_scalars"),
+        (broken_xp(c=lambda self, value, kind: np.int64(value)), "constants_are_typed_scalars"),
+        (
+            broken_xp(where=lambda self, c, a, b: a * c + b * (1 - c)),
+            "where_is_not_harmed_by_the_other_branch",
+        ),
+        (broken_xp(maximum=lambda self, a, b: a), "minimum_and_maximum"),
+        (broken_xp(isfinite=lambda self, a: a == a), "isfinite_and_logic"),
+        (broken_xp(logical_not=lambda self, a: ~int(a)), "isfinite_and_logic"),
+        (broken_xp(multiply=lambda self, a, b: float(a) * float(b)), "multiply_rounds_to_f32"),
+        (broken_xp(bits=lambda self, a: np.int32(a)), "bits_and_shifts"),
+        (
+            broken_xp(right_shift=lambda self, a, n: np.int32((int(a) & 0xFFFFFFFF) >> int(n))),
+            "bits_and_shifts",
+        ),
+        (
+            broken_xp(arange=lambda self, count: np.arange(count)),
+            "integers_as_f32_ranges_and_largest",
+        ),
+        (broken(inspect=_norm_inspect), "inspect_needs_no_norm"),
+        (broken(inspect=_only_scaled), "inspect_judges_the_unscaled_value_in_f32"),
+        (broken(unscale=_half_unscale), "unscale_is_exact_for_powers_of_two_and_wide_enough"),
+        (broken(select=_multiplying_select), "select_never_multiplies"),
+        (
+            broken(cast=lambda tree, dtype: [a.astype("float16") for a in tree]),
+            "cast_touches_only_floating_arrays",
+        ),
+        (
+            broken(reduce=lambda signal, group: signal._replace(amax=None)),
+            "reduce_without_ranks_changes_nothing",
+        ),
+        (
+            broken(compiled=lambda fn: lambda state, signal: state),
+            "compiled_transitions_equal_the_host",
+        ),
+        (broken(toy_step=_new_scale_step), "toy_step_unscales_with_the_scale_that_was_used"),
+        (broken(toy_step=_forgetful_step), "toy_step_decides_as_the_host"),
+        (broken(toy_step=_secretive_step()), "toy_step_goes_on_from_a_saved_state"),
+        (
+            broken(toy_step=_stepping_on_skips),
+            "toy_step_skips_as_if_the_batch_had_never_been_seen",
+        ),
+        (broken(devices=lambda: [0]), "name_and_devices"),
+    ],
+)
+def test_the_contract_catches(contract: BackendContract, check: str) -> None:
+    assert check in failing(contract)
+
+
+def test_the_contract_names_missing_members() -> None:
+    contract = TestToy()
+    contract.backend = SimpleNamespace(NAME="half", xp=polyamp_toy.xp)  # type: ignore[assignment]
+    with pytest.raises(AssertionError, match="lacks.*'inspect', 'unscale'.*'toy_step'"):
+        contract.test_has_every_member()
+
+
+def test_a_subclass_must_give_the_two_conversions() -> None:
+    with pytest.raises(NotImplementedError, match="to_array"):
+        BackendContract().to_array(np.ones(1))
+    with pytest.raises(NotImplementedError, match="to_numpy"):
+        BackendContract().to_numpy(np.ones(1))
