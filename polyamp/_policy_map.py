@@ -71,6 +71,11 @@ class PolicyMap:
         """Every policy the map can give, each once: the rules' in order, then the default."""
         return tuple(dict.fromkeys((*(policy for _, policy in self.rules), self.default)))
 
+    @property
+    def needs_scaling(self) -> bool:
+        """Whether any of `policies` needs a loss scale."""
+        return any(policy.needs_scaling for policy in self.policies)
+
     def match(self, path: str) -> tuple[str | None, Policy]:
         """The pattern that decides `path` (None: the default) and its policy."""
         for pattern, policy in self._compiled:

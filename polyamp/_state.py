@@ -122,12 +122,13 @@ def raise_on_fault(state: ScalerState, module: str | None = None) -> None:
     )
 
 
-def warn_on_skip(row: int, scale: float, *, stacklevel: int = 2) -> None:
+def warn_on_skip(row: int, scale: float | None = None, *, stacklevel: int = 2) -> None:
     """Warn (`SkippedStepWarning`) when `row` steps were skipped in a row: at 1, 10, 100 ..."""
     if row > 0 and str(row).rstrip("0") == "1":
+        now = "" if scale is None else f" (loss scale now {scale:g})"
         times = "a step was" if row == 1 else f"{row} steps in a row were"
         warnings.warn(
-            f"{times} skipped: a gradient or the loss was not finite (loss scale now {scale:g})",
+            f"{times} skipped: a gradient or the loss was not finite{now}",
             SkippedStepWarning,
             stacklevel=stacklevel + 1,
         )

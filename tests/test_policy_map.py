@@ -214,6 +214,12 @@ def test_policies_lists_each_once():
     assert rules.policies == (MIXED, BF16)
 
 
+def test_a_map_needs_scaling_if_one_of_its_policies_does():
+    assert PolicyMap({"head": "fp16"}, "bf16").needs_scaling is True
+    assert PolicyMap({"head": "no"}, "16-mixed").needs_scaling is True
+    assert PolicyMap({"head": "no"}, "bf16").needs_scaling is False
+
+
 def test_op_rules_are_kept_apart():
     rules = PolicyMap({"op:softmax": "float32", "**": "fp16", "op:loss": "bf16"})
     assert rules.op_rules == (("softmax", F32), ("loss", BF16))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ def cast(tree: Any, dtype: str | torch.dtype) -> Any:
     if isinstance(tree, Tensor):
         return tree.to(target) if tree.is_floating_point() else tree
     if isinstance(tree, Mapping):
-        items = {key: cast(value, target) for key, value in tree.items()}
-        return items if type(tree) is dict else type(tree)(items)  # type: ignore[call-arg]
+        return like_mapping(tree, {key: cast(value, target) for key, value in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(cast(value, target) for value in tree))
     if isinstance(tree, (list, tuple)):
@@ -50,6 +50,18 @@ def cast(tree: Any, dtype: str | torch.dtype) -> Any:
         named = {f.name: cast(getattr(tree, f.name), target) for f in dataclasses.fields(tree)}
         return dataclasses.replace(tree, **named)
     return tree
+
+
+def like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`items` in a mapping of the kind of `original`, which has the same keys."""
+    if type(original) is dict:
+        return items
+    if isinstance(original, MutableMapping):
+        twin = copy.copy(original)
+        for key, value in items.items():
+            twin[key] = value
+        return twin
+    return type(original)(items)  # type: ignore[call-arg]
 
 
 @torch.no_grad()

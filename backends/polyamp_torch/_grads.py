@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from polyamp_torch._cast import like_mapping
 from polyamp_torch._inspect import amaxes, dense, judge
 
 Tensor = torch.Tensor
@@ -154,8 +155,7 @@ def scaled(value: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
         wide = value.float() if value.dtype == torch.float16 and value.dim() else value
         return wide * scale_on(value.device)
     if isinstance(value, Mapping):
-        items = {key: scaled(item, scale_on) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+        return like_mapping(value, {key: scaled(item, scale_on) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(scaled(item, scale_on) for item in value))
     if isinstance(value, (list, tuple)):

@@ -90,6 +90,7 @@ class GradScaler(Stepping):
             enabled = False
         self._keeper = Keeper(_rule_from(rule, given))
         self._force_device_mode = False
+        self._known_row = 0
         self._last_decision: Decision | None = None
         self._gradients = Gradients()
         self._results: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -181,14 +182,11 @@ class GradScaler(Stepping):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        records = list(self._per_optimizer_states.values())
         if new_scale is not None:
             self._set_scale(scale, new_scale)
         else:
-            found = [
-                flag
-                for record in self._per_optimizer_states.values()
-                for flag in record["found_inf_per_device"].values()
-            ]
+            found = [flag for r in records for flag in r["found_inf_per_device"].values()]
             if not found:
                 raise AssertionError("No inf checks were recorded prior to update.")
             self._last_decision = self._keeper.advance(
@@ -196,7 +194,11 @@ class GradScaler(Stepping):
             )
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._gradients.clear()
-        if new_scale is None and not self._on_device(scale):
+        if new_scale is not None:
+            return
+        if self._on_device(scale):
+            self._warn_of_known_skips(records)
+        else:
             self._report(self._keeper.state)
 
     def _set_scale(self, scale: Tensor, new: Any) -> None:
@@ -217,24 +219,37 @@ class GradScaler(Stepping):
             raise RuleError(f"new_scale must be positive and finite in float32, got {new!r}")
         scale.fill_(max(float(new), floor))
 
-    def _report(self, state: ScalerState) -> None:
+    def _report(self, state: ScalerState, stacklevel: int = 3) -> None:
         if state.fault:
-            self._keeper.state = state._replace(fault=0)
+            self._keeper.clear_fault()
             raise_on_fault(state)
-        warn_on_skip(state.skipped_in_a_row, state.loss_scale, stacklevel=3)
+        warn_on_skip(state.skipped_in_a_row, state.loss_scale, stacklevel=stacklevel)
+
+    def _warn_of_known_skips(self, records: list[dict[str, Any]]) -> None:
+        known = [record["skipped"] for record in records if "skipped" in record]
+        if known:
+            self._known_row = self._known_row + 1 if any(known) else 0
+            warn_on_skip(self._known_row, stacklevel=3)
 
     def check(self) -> None:
-        """Read the state and report what it holds; on an accelerator this waits for it.
+        """Read the state and report what happened since the last look: warn of skips, raise faults.
+
+        On an accelerator this waits for it; with the scale on the CPU `update` has reported.
 
         Raises:
-            ScaleFloorError: the rule gave up since the last look.
+            ScaleFloorError: the rule gave up.
         """
-        if self._enabled:
-            state = self.state
-            if state.fault:
-                self._keeper.clear_fault()
-                raise_on_fault(state)
-            warn_on_skip(state.skipped_in_a_row, state.loss_scale)
+        if self._enabled and self._scale is not None and self._on_device(self._scale):
+            self._report(self.state)
+
+    def get_scale(self) -> float:
+        """The current scale as a float, 1.0 if disabled; on an accelerator it waits, and checks.
+
+        Raises:
+            ScaleFloorError: as `check`.
+        """
+        self.check()
+        return super().get_scale()
 
     @property
     def last_decision(self) -> Decision | None:

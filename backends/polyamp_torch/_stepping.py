@@ -71,7 +71,12 @@ class Stepping(torch.amp.GradScaler):
             )
         if _is_fused(optimizer):
             return self._fused_step(optimizer, *args, **kwargs)
-        return super().step(optimizer, *args, **kwargs)
+        result = super().step(optimizer, *args, **kwargs)
+        record = self._per_optimizer_states[id(optimizer)]
+        if "skipped" not in record:  # a subclass, or the optimizer, decided in its own way
+            flags = list(record["found_inf_per_device"].values())
+            self._results[optimizer] = combined(flags, flags[0].device) if flags else None
+        return result
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -79,7 +84,7 @@ class Stepping(torch.amp.GradScaler):
         flags = list(optimizer_state["found_inf_per_device"].values())
         bad = combined(flags, flags[0].device).item() != 0.0
         result = None if bad else optimizer.step(*args, **kwargs)
-        self._results[optimizer] = not bad
+        self._results[optimizer], optimizer_state["skipped"] = not bad, bad
         return result
 
     def _fused_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -89,9 +94,10 @@ class Stepping(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         ready = record["stage"] is OptState.READY
         grads = owned_grads(optimizer, fp16=True)
-        if ready and self._gradients.any_done(grads):
+        if ready and (self._gradients.any_done(grads) or any(type(g) is not Tensor for g in grads)):
+            start = combined(record["found_inf_per_device"].values(), scale.device)
             record["found_inf_per_device"] = self._unscale_grads_(
-                optimizer, _inverse(scale), torch.zeros_like(scale), True
+                optimizer, _inverse(scale), start, True
             )
             record["stage"], ready = OptState.UNSCALED, False
         elif ready and not record.get("agreed"):
@@ -158,11 +164,11 @@ class Stepping(torch.amp.GradScaler):
         """
         if not self._enabled:
             return True
-        if optimizer not in self._results:
+        result = self._results.get(optimizer)
+        if result is None:
             raise StateError(
                 "applied() knows nothing of this optimizer: call scaler.step(optimizer) first"
             )
-        result = self._results[optimizer]
         if isinstance(result, Tensor):
             result = self._results[optimizer] = not result.item()
         return bool(result)

@@ -254,6 +254,14 @@ class TestOutputs:
         assert got["parts"][1]["deep"].item() == 4.0
         assert outputs["loss"].item() == 1.0
 
+    def test_other_mappings_keep_their_type(self, make):
+        scaler = make(init_scale=4.0)
+        for kind in (collections.OrderedDict, partial(collections.defaultdict, list)):
+            outputs = kind({"b": torch.ones(()), "a": torch.ones(())})
+            got = scaler.scale(outputs)
+            assert (type(got), list(got)) == (type(outputs), ["b", "a"])
+            assert got["a"].item() == 4.0
+
     def test_torch_loses_the_tensors(self):
         got = torch_scaler().scale({"loss": torch.ones(1)})
         assert not isinstance(got, dict)

@@ -179,6 +179,42 @@ class TestAppliedOrSkipped:
         with pytest.raises(polyamp.StateError, match=r"step"):
             make().applied(OPTIMIZERS["plain"]([parameter(0.0)]))
 
+    def test_of_an_optimizer_that_scales_itself_the_old_way(self, make):
+        class Old(torch.optim.SGD):
+            _step_supports_amp_scaling = True
+
+            def step(self, closure=None, *, grad_scaler=None):
+                grad_scaler.unscale_(self)
+                if not any(f.item() for f in grad_scaler._found_inf_per_device(self).values()):
+                    super().step()
+
+        scaler = make(init_scale=16.0)
+        p = parameter(0.0)
+        optimizer, seen = Old([p], lr=1.0), []
+        for bad in (None, INF):
+            backward(scaler, p, bad=bad)
+            with pytest.warns(FutureWarning, match=r"grad_scale"):
+                scaler.step(optimizer)
+            scaler.update()
+            seen.append(scaler.applied(optimizer))
+        assert (seen, p.item(), scaler.get_scale()) == ([True, False], -1.0, 8.0)
+
+    def test_where_a_subclass_steps_in_its_own_way(self):
+        class Own(amp.GradScaler):
+            def _maybe_opt_step(self, optimizer, optimizer_state, *args, **kwargs):
+                if not any(f.item() for f in optimizer_state["found_inf_per_device"].values()):
+                    return optimizer.step(*args, **kwargs)
+                return None
+
+        scaler = Own("cpu")
+        p = parameter(0.0)
+        optimizer = OPTIMIZERS["plain"]([p])
+        seen = []
+        for symbol in ".x.":
+            iterate(scaler, optimizer, p, symbol)
+            seen.append(scaler.applied(optimizer))
+        assert seen == [True, False, True]
+
     def test_disabled_always_applies(self, make):
         scaler = make(enabled=False)
         p = parameter(0.0)

@@ -88,6 +88,13 @@ class TestRules:
     def test_names(self, make, name, scale):
         scaler = make(rule=name)
         assert (scaler.get_scale(), scaler.rule) == (scale, Dynamic.like(name))
+        assert (
+            scales(scaler, ".xx.")
+            == {
+                "megatron": [scale, scale, scale / 2, scale / 2],
+                "fairseq": [scale, scale / 2, scale / 4, scale / 4],
+            }[name]
+        )
 
     @pytest.mark.parametrize("wrong", ["auto", "megatorn", 3, Dynamic])
     def test_no_rules(self, wrong):

@@ -297,6 +297,16 @@ class TestKindsOfGradients:
             iterate(scaler, OPTIMIZERS[kind]([used, unused]), used)
         assert (used.item(), unused.item()) == (-2.0, 5.0)
 
+    @pytest.mark.parametrize("kind", OPTIMIZERS)
+    def test_empty_parameters(self, make, kind):
+        scaler = make(init_scale=8.0)
+        empty, full = torch.nn.Parameter(torch.zeros(0, 3)), parameter(0.0)
+        optimizer = OPTIMIZERS[kind]([empty, full])
+        scaler.scale(empty.sum() + full.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (empty.shape, full.item(), scaler.get_scale()) == ((0, 3), -1.0, 8.0)
+
     def test_the_last_float32_scale_is_not_left(self, make):
         for start, seen in ((2.0**127, [2.0**127] * 2), (2.0**126, [2.0**127] * 2)):
             scaler = make(init_scale=start, growth_interval=1)

@@ -1,0 +1,225 @@
+"""The PyTorch benches: `torch-step`, polyamp's GradScaler beside torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import polyamp
+from polyamp.bench.harness import (
+    Case,
+    Estimate,
+    Tell,
+    corrected_ratio,
+    cpu_name,
+    in_fresh_python,
+    interleaved,
+    ratio,
+)
+from polyamp.bench.report import Report, Row
+from polyamp.bench.shapes import Shape, resnet50_shapes
+from polyamp_torch._scaler import GradScaler
+from polyamp_torch._sync_count import SyncCount
+
+Tensor = torch.Tensor
+
+RATIO_LIMIT = 1.02
+INTERVAL_LIMIT = 1.06
+
+_SCALE = 2.0**16  # both scalers' first scale
+_SMALL: list[Shape] = [(8, 3), (8,), (5,)]  # counting needs no size
+_LR = 1e-5  # parameters stay where they are, near enough
+
+Optimizer = torch.optim.Optimizer
+OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=_LR, momentum=0.9),
+    "sgd-fused": lambda params: torch.optim.SGD(params, lr=_LR, momentum=0.9, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=_LR),
+    "adam-fused": lambda params: torch.optim.Adam(params, lr=_LR, fused=True),
+}
+SYNC_LIMITS = {name: 0 if name.endswith("fused") else 1 for name in OPTIMIZERS}
+"""Host syncs that one optimizer's scale + step + update may cost on a device."""
+
+
+class Problem:
+    """Parameters, their scaled gradients, and one optimizer over them.
+
+    All scalers of a comparison share one problem, the optimizer included: a scaler keeps nothing
+    in any of them between two iterations, and so the same kernels run on the same memory whichever
+    scaler calls them. Each with its own tensors would add what alignment and huge pages happen to
+    do, which lasts for the whole process: no number of rounds averages it out.
+
+    Gradients are written again before every iteration. Left alone they would be unscaled over and
+    over, end as subnormal numbers, and slow the kernels down.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Sequence[Tensor]], Optimizer],
+        shapes: Sequence[Shape],
+        device: str = "cpu",
+    ) -> None:
+        source = torch.Generator().manual_seed(0)
+
+        def normal(shape: Shape, size: float) -> Tensor:
+            return (torch.randn(shape, generator=source) * size).to(device)
+
+        self.params = [normal(shape, 0.05).requires_grad_() for shape in shapes]
+        self.kept = [normal(shape, 1e-3 * _SCALE) for shape in shapes]
+        self.grads = [torch.empty_like(kept) for kept in self.kept]
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
+        self.optimizer = make(self.params)
+        self.loss = torch.ones((), device=device)
+
+    def restore(self) -> None:
+        """Write the scaled gradients again."""
+        torch._foreach_copy_(self.grads, self.kept)
+
+    def iterate(self, scaler: torch.amp.GradScaler) -> None:
+        """What a scaler does in one training iteration, backward left out."""
+        scaler.scale(self.loss)
+        scaler.step(self.optimizer)
+        scaler.update()
+
+    def case(self, scaler: torch.amp.GradScaler) -> Case:
+        """Time `iterate`, the device's work included."""
+        wait = torch.cuda.synchronize if self.loss.device.type == "cuda" else _nothing
+
+        def run() -> float:
+            self.restore()
+            wait()
+            start = time.perf_counter()
+            self.iterate(scaler)
+            wait()
+            return time.perf_counter() - start
+
+        return run
+
+
+def _nothing() -> None:
+    pass
+
+
+def scaler_syncs(scaler: torch.amp.GradScaler, problem: Problem) -> int:
+    """Host syncs of one scale + step + update after a first one, the optimizer's own left out.
+
+    The optimizer's own are those of its `step` without a scaler, such as Adam's look at its step
+    counters, which torch keeps on the CPU.
+    """
+    problem.restore()
+    problem.iterate(scaler)
+    problem.restore()
+    with SyncCount() as together:
+        problem.iterate(scaler)
+    with SyncCount() as alone:
+        problem.optimizer.step()
+    return together.count - alone.count
+
+
+def torch_step(quick: bool, tell: Tell) -> Report:
+    """Measure every optimizer in a process of its own: ratios on the CPU, syncs wherever."""
+    rounds = 40 if quick else 250
+    rows: list[Row] = []
+    for name in OPTIMIZERS:
+        tell(f"torch-step: {name}, {rounds} rounds of three scalers")
+        found = in_fresh_python("-m", "polyamp_torch._bench", name, str(rounds))
+        rows += [Row(**row) for row in found]
+    threads = torch.get_num_threads()
+    device = f"cpu: {cpu_name()}, {threads} threads"
+    if torch.cuda.is_available():
+        device += f"; cuda: {torch.cuda.get_device_name()}"
+    return Report(
+        bench="torch-step",
+        device=device,
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "polyamp": polyamp.__version__,
+        },
+        rows=rows,
+        notes=(
+            "scale + step + update on ResNet-50's 161 gradient tensors (25.6M numbers).",
+            "ratio: median paired time over torch.amp.GradScaler, divided by the same of a second"
+            " torch.amp.GradScaler, which is the peer; low and high: its 95 % interval.",
+            "host syncs: beyond the optimizer's own, in device mode on CPU tensors; the peer is"
+            " torch.amp.GradScaler.",
+        ),
+    )
+
+
+def measure(
+    name: str, rounds: int, shapes: Sequence[Shape], devices: Sequence[str] = ("cpu",)
+) -> list[Row]:
+    """All rows of one optimizer: time and syncs on each of the devices, limits on the CPU's time.
+
+    On an accelerator the time only informs: there the optimizer takes so little of it that the
+    ratio compares the launching of kernels.
+    """
+    rows: list[Row] = []
+    for device in devices:
+        rows += time_rows(name, rounds, shapes, device)
+        rows.append(sync_row(name, device))
+    return rows
+
+
+def time_rows(name: str, rounds: int, shapes: Sequence[Shape], device: str = "cpu") -> list[Row]:
+    """Milliseconds and the corrected ratio with its interval, three scalers on one problem."""
+    problem = Problem(OPTIMIZERS[name], shapes, device)
+    scalers = {
+        "torch": torch.amp.GradScaler(device),
+        "torch again": torch.amp.GradScaler(device),
+        "polyamp": GradScaler(device),
+    }
+    times = interleaved({who: problem.case(s) for who, s in scalers.items()}, rounds)
+    ours, peer, again = times["polyamp"], times["torch"], times["torch again"]
+    found, own = corrected_ratio(ours, peer, again), ratio(again, peer)
+    label = _label(name, device)
+    milli = [1e3 * statistics.median(t) for t in (ours, peer)]
+    return [Row(f"{label} time", milli[0], "ms", milli[1]), *_ratio_rows(label, found, own, device)]
+
+
+def _ratio_rows(label: str, found: Estimate, own: Estimate, device: str) -> list[Row]:
+    limited = device == "cpu"
+    return [
+        Row(f"{label} ratio", found.value, "ratio", own.value, RATIO_LIMIT if limited else None),
+        Row(f"{label} ratio, low", found.low, "ratio", own.low),
+        Row(
+            f"{label} ratio, high", found.high, "ratio", own.high,
+            INTERVAL_LIMIT if limited else None,
+        ),
+    ]  # fmt: skip
+
+
+def sync_row(name: str, device: str = "cpu") -> Row:
+    """Host syncs of polyamp's scaler, in device mode, and of torch's."""
+    scaler = GradScaler(device)
+    scaler._force_device_mode = True
+    ours = scaler_syncs(scaler, Problem(OPTIMIZERS[name], _SMALL, device))
+    peer = scaler_syncs(
+        torch.amp.GradScaler(device), Problem(OPTIMIZERS[name], _SMALL, device)
+    )
+    return Row(f"{_label(name, device)} host syncs", ours, "count", peer, SYNC_LIMITS[name])
+
+
+def _label(name: str, device: str) -> str:
+    return name if device == "cpu" else f"{name} on {device}"
+
+
+def _main(name: str, rounds: str) -> None:
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    rows = measure(name, int(rounds), resnet50_shapes(), devices)
+    keys = ("name", "value", "unit", "peer", "limit")
+    plain: list[dict[str, Any]] = [{key: getattr(row, key) for key in keys} for row in rows]
+    print(json.dumps(plain))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,90 @@
+"""GradScaler where it lives on an accelerator: same traces as on the host, and no waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="these tests are about torch on an accelerator")
+
+import polyamp.torch as amp  # noqa: E402
+from polyamp import Dynamic, bind  # noqa: E402
+from polyamp import Signal as HostSignal  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+RULES = {
+    "torch": Dynamic.like("torch", init_scale=256.0, growth_interval=3),
+    "megatron": Dynamic.like("megatron", init_scale=256.0, growth_interval=3),
+    "fairseq": Dynamic.like("fairseq", init_scale=256.0, growth_interval=3, tolerance=0.4),
+    "metaseq": Dynamic.like("metaseq", init_scale=256.0, growth_interval=3),
+}
+OVERFLOWS = [0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0]
+
+
+def optimizers() -> dict[str, object]:
+    return {
+        "plain": lambda p: torch.optim.SGD(p, lr=1.0),
+        "fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    }
+
+
+@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_traces_equal_the_host(rule: str, kind: str) -> None:
+    param = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = optimizers()[kind]([param])
+    scaler = amp.GradScaler("cuda", rule=RULES[rule])
+    step, state = bind(RULES[rule]), RULES[rule].init()
+    for overflow in OVERFLOWS:
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * (float("inf") if overflow else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = step(state, HostSignal(not overflow))
+        assert scaler.state == state
+        assert scaler.applied(optimizer) is not bool(overflow)
+    assert torch.isfinite(param).all()
+
+
+def test_a_fused_step_never_waits() -> None:
+    param = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = torch.optim.Adam([param], lr=0.1, fused=True)
+    scaler = amp.GradScaler("cuda")
+    try:
+        for step in range(3):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            optimizer.zero_grad()
+            scaler.scale(param.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scaler.state.step == 3
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_overflow_is_judged_after_unscaling(kind: str) -> None:
+    param = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = optimizers()[kind]([param])
+    scaler = amp.GradScaler("cuda", init_scale=1e-6)
+    scaler.scale(param.sum())
+    param.grad = torch.full_like(param, 1e35)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.applied(optimizer)
+    assert param.tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("shape", [(512, 512), (100_003,)])
+def test_one_hidden_nan_is_found(kind: str, shape: tuple[int, ...]) -> None:
+    param = torch.nn.Parameter(torch.ones(shape, device="cuda"))
+    optimizer = optimizers()[kind]([param])
+    scaler = amp.GradScaler("cuda")
+    scaler.scale(param.sum())
+    param.grad = torch.ones_like(param)
+    param.grad.view(-1)[70_001] = float("nan")
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.applied(optimizer)
+    assert bool((param == 1.0).all())
