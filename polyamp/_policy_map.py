@@ -1,8 +1,11 @@
 """PolicyMap: ordered rules that give every module of a model its policy.
 
-    for pattern, policy in rules:          # in the order given
-        if pattern matches the path: the module has this policy
+    for path in the module's path, its parent's, ... up to the model's:
+        for pattern, policy in rules:      # in the order given
+            if pattern matches the path: the module has this policy
     else: the module has the default
+
+so a rule for `encoder` covers all that is inside, but for what has a rule of its own.
 
 A path is a module's name as the framework spells it, segments separated by `.` (`encoder.0.norm`);
 the model itself is the empty path. A pattern is one of
@@ -37,7 +40,7 @@ class PolicyMap:
     Attributes:
         rules: (pattern, policy) pairs, the first match wins. The constructor also takes a mapping,
             and any string `Policy.parse` reads for a policy.
-        default: the policy of every module no pattern matches.
+        default: the policy of every module that neither has a rule nor lies in one that has.
 
     Raises:
         PolicyError: a pattern that cannot be read or is given twice, or a policy that is none.
@@ -77,15 +80,29 @@ class PolicyMap:
         return any(policy.needs_scaling for policy in self.policies)
 
     def match(self, path: str) -> tuple[str | None, Policy]:
-        """The pattern that decides `path` (None: the default) and its policy."""
+        """The first pattern that matches `path` itself (None if none does) and its policy."""
         for pattern, policy in self._compiled:
             if pattern.matches(path):
                 return pattern.text, policy
         return None, self.default
 
+    def explain(self, path: str) -> tuple[str | None, str, Policy]:
+        """Why the module at `path` has its policy.
+
+        Returns:
+            The deciding pattern (None: the default), the path it matched (`path` or that of the
+            nearest enclosing module with a rule), and the policy.
+        """
+        owner = path
+        while True:
+            pattern, policy = self.match(owner)
+            if pattern is not None or not owner:
+                return pattern, owner, policy
+            owner = owner.rpartition(".")[0]
+
     def policy_for(self, path: str) -> Policy:
-        """The policy of the module at `path`."""
-        return self.match(path)[1]
+        """The policy of the module at `path`: its own rule's, or an enclosing module's."""
+        return self.explain(path)[2]
 
     def check(self, paths: Iterable[str]) -> None:
         """Refuse rules that match none of a model's module paths (`op:` rules aside).

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
 import polyamp
 
 Flags = tuple[bool, bool]
@@ -32,8 +33,9 @@ class Arithmetic(NamedTuple):
 
     def write(self, state: polyamp.ScalerState) -> polyamp.ScalerState:
         """A state of Python numbers in this framework."""
-        head = [self.xp.c(v, "i32" if i else "f32") for i, v in enumerate(state[:-1])]
-        return polyamp.ScalerState(*head, tuple(self.xp.c(v, "i32") for v in state.memory))
+        counts = {name: self.xp.c(getattr(state, name), "i32") for name in state._fields[1:-1]}
+        memory = tuple(self.xp.c(v, "i32") for v in state.memory)
+        return polyamp.ScalerState(self.xp.c(state.loss_scale, "f32"), **counts, memory=memory)
 
     def run(
         self, rule: polyamp.Rule, events: Iterable[Flags], step: Any = None
@@ -46,15 +48,15 @@ class Arithmetic(NamedTuple):
             seen.append(self.read(state))
         return seen
 
-    def _number(self, value: Any, kind: str) -> float | int:
+    def _number(self, value: Any, kind: str) -> Any:
         if self.name == "python":
             wanted: type = float if kind == "f32" else int
             assert type(value) is wanted, (value, kind)
-            return value  # type: ignore[no-any-return]
+            return value
         array = np.asarray(value)
         assert array.shape == (), array
         assert array.dtype == {"f32": np.float32, "i32": np.int32}[kind], array.dtype
-        return array.item()  # type: ignore[no-any-return]
+        return array.item()
 
 
 class _Python(Arithmetic):

@@ -88,7 +88,7 @@ class SlowScaler:
             return up if np.isfinite(up) else self.scale
         if self.scale >= ceiling:
             return self.scale
-        return float(min(up, ceiling))
+        return min(up, float(ceiling))
 
     def _overflow(self) -> tuple[int, int]:
         if self.never_changes:

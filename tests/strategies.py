@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import polyamp
 from hypothesis import strategies as st
+
+import polyamp
 
 F32_MAX = float(np.finfo(np.float32).max)
 
@@ -17,7 +18,9 @@ powers = st.one_of(
 )
 scales = st.one_of(
     powers.map(lambda p: 2.0**p),
-    st.builds(lambda p, m: float(np.float32(2.0 ** min(p, 126) * m)), powers, st.floats(1.0, 1.999)),
+    st.builds(
+        lambda p, m: float(np.float32(2.0 ** min(p, 126) * m)), powers, st.floats(1.0, 1.999)
+    ),
     st.just(F32_MAX),
 )
 """Scales anywhere in float32's normal range, the middle and both ends more often."""
@@ -52,9 +55,7 @@ statics = st.builds(
 )
 rules = st.one_of(dynamics(), dynamics(), dynamics(), statics)
 
-event = st.sampled_from(
-    [(True, True)] * 6 + [(False, True)] * 3 + [(True, False), (False, False)]
-)
+event = st.sampled_from([(True, True)] * 6 + [(False, True)] * 3 + [(True, False), (False, False)])
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""`import polyamp` is light: no framework, not even numpy. And its public names tell the truth."""
+"""`import polyamp` is light: no framework, not even numpy. Its public names tell the truth."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
-import polyamp
 import pytest
+
+import polyamp
 
 PACKAGE = Path(polyamp.__file__).parent
 FRAMEWORKS = ["torch", "tensorflow", "keras", "jax", "jaxlib", "flax", "optax"]
 HEAVY = [*FRAMEWORKS, "numpy", "ml_dtypes", "pandas", "rich", "importlib.metadata"]
-CORE = ["polyamp", *(f"polyamp.{p.stem}" for p in sorted(PACKAGE.glob("_*.py")) if p.stem[1] != "_")]
+CORE = [
+    "polyamp",
+    *(f"polyamp.{p.stem}" for p in sorted(PACKAGE.glob("_*.py")) if p.stem[1] != "_"),
+]
 
 
 def imported(module: str, heavy: list[str], path: Path | None = None) -> list[str]:

@@ -10,9 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import polyamp
 import pytest
 from arithmetics import Arithmetic, flags
+
+import polyamp
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "scaler_traces.json").read_text())
 
@@ -73,7 +74,9 @@ def test_traces_are_reproduced_exactly(name: str, arithmetic: Arithmetic) -> Non
 
 
 def test_only_the_systems_that_raise_fault() -> None:
-    aborting = {n for n, runs in GOLDEN["traces"].items() if any("ABORT" in r for r in runs.values())}
+    aborting = {
+        n for n, runs in GOLDEN["traces"].items() if any("ABORT" in r for r in runs.values())
+    }
     assert aborting == {
         "DeepSpeed ZeRO h=1",
         "DeepSpeed ZeRO h=2",
@@ -82,4 +85,6 @@ def test_only_the_systems_that_raise_fault() -> None:
         "fairseq tol=0.4",
     }
     for name in CONFIGURATIONS:
-        assert rule_for(name).can_fault() == (CONFIGURATIONS[name][0] in ("deepspeed-zero", "fairseq"))
+        assert rule_for(name).can_fault() == (
+            CONFIGURATIONS[name][0] in ("deepspeed-zero", "fairseq")
+        )

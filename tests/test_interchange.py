@@ -8,12 +8,13 @@ import math
 import warnings
 from typing import Any
 
-import polyamp
 import pytest
 from arithmetics import PYTHON, Arithmetic, Flags
 from hypothesis import given
-from polyamp import Dynamic, StateError, Static
 from strategies import rules, runs
+
+import polyamp
+from polyamp import Dynamic, StateError, Static
 
 TOLERANT = Dynamic(init_scale=64.0, tolerance=0.25, growth_interval=3, hysteresis=2)
 WINDOWED = Dynamic.like("metaseq")
@@ -64,7 +65,7 @@ def test_presets_come_back_equal(system: str) -> None:
 
 
 def test_the_form_itself() -> None:
-    """Files written by one version are read by later ones: this may only change with the version."""
+    """Later versions read what this one writes: it may only change with the version number."""
     assert polyamp.rule_to_dict(Static(8.0)) == {
         "polyamp": 1,
         "kind": "rule",
@@ -190,7 +191,20 @@ def test_memory_out_of_range_is_refused(rule: polyamp.Rule, memory: Any) -> None
 
 # What is refused
 
-NOT_A_SCALE = [math.nan, math.inf, -math.inf, -1.0, -1, True, False, "8", None, [8.0], 1e39, 10**400]
+NOT_A_SCALE = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1.0,
+    -1,
+    True,
+    False,
+    "8",
+    None,
+    [8.0],
+    1e39,
+    10**400,
+]
 NOT_A_COUNT = [math.nan, 1.0, -1, -2, True, False, "1", None, [1], 2**31, 10**400]
 COUNTS = ["clean", "left", "step", "skipped", "skipped_in_a_row", "reason", "fault"]
 
@@ -216,7 +230,9 @@ def refuses_rule(data: Any, words: str) -> None:
     with pytest.raises(StateError, match=words):
         polyamp.rule_from_dict(data)
     with pytest.raises(StateError, match=words):
-        polyamp.scaler_from_dict({**polyamp.scaler_to_dict(TOLERANT, TOLERANT.init()), "rule": data})
+        polyamp.scaler_from_dict(
+            {**polyamp.scaler_to_dict(TOLERANT, TOLERANT.init()), "rule": data}
+        )
     assert repr(data) == before
 
 
@@ -266,7 +282,7 @@ def test_an_unknown_version(version: Any) -> None:
     refuses_state({**polyamp.state_to_dict(TOLERANT.init()), "polyamp": version}, "format version")
     refuses_rule({**polyamp.rule_to_dict(TOLERANT), "polyamp": version}, "reads version 1")
     whole = {**polyamp.scaler_to_dict(TOLERANT, TOLERANT.init()), "polyamp": version}
-    with pytest.raises(StateError, match="is not known; this polyamp reads version 1.*upgrade"):
+    with pytest.raises(StateError, match=r"is not known; this polyamp reads version 1.*upgrade"):
         polyamp.scaler_from_dict(whole)
 
 

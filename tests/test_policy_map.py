@@ -331,3 +331,22 @@ def test_importing_policies_loads_no_heavy_module():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_module_without_a_rule_has_the_policy_of_what_encloses_it():
+    rules = PolicyMap({"tower": "float32", "**.attn": "fp16", "tower.2": "bf16"}, default="O3")
+    assert rules.policy_for("tower.0.mlp.fc") == Policy.parse("float32")
+    assert rules.policy_for("tower.0.attn.q") == Policy.parse("fp16")
+    assert rules.policy_for("tower.2.mlp") == Policy.parse("bf16")
+    assert rules.policy_for("towers.0") == Policy.parse("O3")
+    assert rules.explain("tower.0.attn.q") == ("**.attn", "tower.0.attn", Policy.parse("fp16"))
+    assert rules.explain("head") == (None, "", Policy.parse("O3"))
+
+
+@given(MAPS, PATHS)
+def test_an_own_rule_always_beats_an_enclosing_one(rules, path):
+    pattern, policy = rules.match(path)
+    if pattern is not None:
+        assert rules.explain(path) == (pattern, path, policy)
+    elif path:
+        assert rules.policy_for(path) == rules.policy_for(path.rpartition(".")[0])

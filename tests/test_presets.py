@@ -6,9 +6,10 @@ import random
 from dataclasses import fields
 from typing import Any
 
-import polyamp
 import pytest
 from arithmetics import PYTHON, flags
+
+import polyamp
 
 F32_MAX = 3.4028234663852886e38
 NO_FLOOR, NO_CEILING = 2.0**-126, 2.0**126
@@ -40,7 +41,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("system", DEFAULTS)
 def test_defaults_are_those_of_the_system(system: str) -> None:
     init, interval, low, high, hysteresis = DEFAULTS[system]
-    numbers = {
+    numbers: dict[str, Any] = {
         "init_scale": init,
         "growth_interval": interval,
         "min_scale": low,
@@ -94,12 +95,12 @@ def test_an_unknown_system_names_the_closest(word: str, hint: str) -> None:
 
 
 def test_an_unlike_system_gets_the_list() -> None:
-    with pytest.raises(polyamp.RuleError, match="unknown system 'xyzzy'.*torch, keras, flax"):
+    with pytest.raises(polyamp.RuleError, match=r"unknown system 'xyzzy'.*torch, keras, flax"):
         polyamp.Dynamic.like("xyzzy")
 
 
 def test_an_unknown_parameter_names_the_closest() -> None:
-    with pytest.raises(polyamp.RuleError, match="'growth_intervall'.*'growth_interval'"):
+    with pytest.raises(polyamp.RuleError, match=r"'growth_intervall'.*'growth_interval'"):
         polyamp.Dynamic.like("torch", growth_intervall=3)
 
 

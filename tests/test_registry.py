@@ -10,9 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import polyamp
 import polyamp_toy
 import pytest
+
+import polyamp
 from polyamp import BackendError
 
 PLUGIN = Path(__file__).parent / "plugin"
@@ -41,7 +42,9 @@ def announce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Announ
     def install(distribution: str, points: dict[str, str], **modules: str) -> None:
         info = tmp_path / f"{distribution}-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
+        )
         lines = [f"{name} = {module}" for name, module in points.items()]
         (info / "entry_points.txt").write_text("\n".join(["[polyamp.backends]", *lines, ""]))
         for name, source in modules.items():
@@ -64,7 +67,7 @@ def toy(announce: Announce) -> None:
 
 def test_a_third_party_backend_is_found_by_its_entry_point(toy: None) -> None:
     found = polyamp.backend("toy")
-    assert found is polyamp_toy  # type: ignore[comparison-overlap]
+    assert found is polyamp_toy
     assert found.NAME == "toy"
     assert polyamp.backends()["toy"] is polyamp_toy
 
@@ -82,7 +85,7 @@ def test_an_unknown_name_gets_the_closest(toy: None) -> None:
 
 @pytest.mark.parametrize("name", ["", "xyzzy", "polyamp_toy.py", None, ["toy"]])
 def test_what_is_like_no_name_gets_the_list(toy: None, name: Any) -> None:
-    with pytest.raises(BackendError, match="found .*toy.*entry-point group 'polyamp.backends'"):
+    with pytest.raises(BackendError, match=r"found .*toy.*entry-point group 'polyamp.backends'"):
         polyamp.backend(name)
 
 
@@ -98,7 +101,7 @@ def test_two_modules_under_one_name_are_refused(announce: Announce) -> None:
 def test_one_module_announced_twice_is_one_backend(announce: Announce) -> None:
     announce("first", {"toy": "polyamp_toy"})
     announce("again", {"toy": "polyamp_toy"})
-    assert polyamp.backend("toy") is polyamp_toy  # type: ignore[comparison-overlap]
+    assert polyamp.backend("toy") is polyamp_toy
 
 
 def test_a_missing_framework_is_named_and_passed_over(announce: Announce, toy: None) -> None:
@@ -114,7 +117,11 @@ def test_a_missing_framework_is_named_and_passed_over(announce: Announce, toy: N
     [
         ("raise ImportError('libfoo.so.3: cannot open')", ImportError, "libfoo.so.3"),
         ("import broken_framework._C", ModuleNotFoundError, "broken_framework._C"),
-        ("import a_module_the_framework_needs", ModuleNotFoundError, "a_module_the_framework_needs"),
+        (
+            "import a_module_the_framework_needs",
+            ModuleNotFoundError,
+            "a_module_the_framework_needs",
+        ),
         ("raise RuntimeError('driver too old')", RuntimeError, "driver too old"),
     ],
 )

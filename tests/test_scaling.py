@@ -8,9 +8,10 @@ import warnings
 from typing import Any
 
 import numpy as np
-import polyamp
 import pytest
 from arithmetics import PYTHON, Arithmetic, flags
+
+import polyamp
 from polyamp import Dynamic, Fault, Reason, Signal, Static
 
 F32_MAX = 3.4028234663852886e38
@@ -77,9 +78,7 @@ def test_tolerance_still_counts_when_its_counters_are_full(arithmetic: Arithmeti
         ({"at_floor": "fault", "fault_when": "reaching_floor"}, [2.0, 2.0, 2.0, 2.0]),
     ],
 )
-def test_at_the_floor(
-    arithmetic: Arithmetic, choice: dict[str, Any], wanted: list[float]
-) -> None:
+def test_at_the_floor(arithmetic: Arithmetic, choice: dict[str, Any], wanted: list[float]) -> None:
     rule = Dynamic(init_scale=4, min_scale=1, **choice)
     assert scales(rule, "xxxx", arithmetic) == wanted
     faults = [s[7] for s in arithmetic.run(rule, flags([1, 1, 1, 1]))]
@@ -318,7 +317,7 @@ def test_a_fault_is_raised_with_what_is_known() -> None:
     polyamp.raise_on_fault(state)
     for _ in range(2):
         state = polyamp.transition(rule, state, Signal(False))
-    with pytest.raises(polyamp.ScaleFloorError, match="no smaller loss scale.*block.3") as caught:
+    with pytest.raises(polyamp.ScaleFloorError, match=r"no smaller loss scale.*block.3") as caught:
         polyamp.raise_on_fault(state, module="block.3")
     error = caught.value
     assert (error.loss_scale, error.skipped_in_a_row, error.module) == (1.0, 2, "block.3")

@@ -14,13 +14,14 @@ from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import numpy as np
-import polyamp
 import pytest
 from arithmetics import PYTHON, Arithmetic, Flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import SlowScaler
 from strategies import dynamics, rules, runs
+
+import polyamp
 
 Run = list[Flags]
 
@@ -62,7 +63,8 @@ def oracle(rule: polyamp.Rule, events: Run) -> list[tuple[Any, ...]]:
 
 def long_run(seed: int, steps: int) -> Run:
     """Mostly clean, overflows in bursts, now and then a bad loss."""
-    dice, events = random.Random(seed), []
+    dice = random.Random(seed)
+    events: Run = []
     while len(events) < steps:
         events += [(True, True)] * dice.randrange(1, 25)
         events += [(False, True)] * dice.choice([1, 1, 1, 2, 3, 8])
@@ -208,8 +210,15 @@ def test_8_rules_are_frozen_and_hash_as_they_compare(rule: Any, other: Any) -> N
 def test_9_a_growth_interval_lowered_below_the_count_grows_at_once(
     rule: Any, clean: int, lower: int
 ) -> None:
-    rule = replace(rule, window_follows_scale=False, max_scale=2.0**126, init_scale=2.0**10)
-    rule = replace(rule, min_scale=1.0, threshold=None, growth_interval=lower)
+    rule = replace(
+        rule,
+        init_scale=2.0**10,
+        min_scale=1.0,
+        max_scale=2.0**126,
+        threshold=None,
+        growth_interval=lower,
+        window_follows_scale=False,
+    )
     old = rule.init()._replace(clean=max(clean, lower) + 1)
     new = polyamp.transition(rule, old, polyamp.Signal(True))
     assert (new.clean, new.left, new.reason) == (0, rule.hysteresis, polyamp.Reason.GREW)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import polyamp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import polyamp
 from polyamp._xp import F32_MAX, F32_TINY, f32
 
 host = polyamp.host
 anything = st.floats(allow_nan=False)
-singles = st.floats(width=32, allow_nan=False)
+singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
 int32s = st.integers(-(2**31), 2**31 - 1)
 
 
@@ -58,9 +59,8 @@ def test_nan_stays_nan() -> None:
 
 @given(singles, singles)
 def test_products_are_numpys(a: float, b: float) -> None:
-    wanted = single(np.float32(a) * np.float32(b)) if math.isfinite(a) and math.isfinite(b) else None
-    if wanted is not None:
-        assert host.multiply(a, b) == wanted
+    with np.errstate(all="ignore"):
+        assert host.multiply(a, b) == float(np.float32(a) * np.float32(b))
 
 
 def test_products_overflow_to_infinity() -> None:

@@ -203,9 +203,7 @@ def sync_row(name: str, device: str = "cpu") -> Row:
     scaler = GradScaler(device)
     scaler._force_device_mode = True
     ours = scaler_syncs(scaler, Problem(OPTIMIZERS[name], _SMALL, device))
-    peer = scaler_syncs(
-        torch.amp.GradScaler(device), Problem(OPTIMIZERS[name], _SMALL, device)
-    )
+    peer = scaler_syncs(torch.amp.GradScaler(device), Problem(OPTIMIZERS[name], _SMALL, device))
     return Row(f"{_label(name, device)} host syncs", ours, "count", peer, SYNC_LIMITS[name])
 
 

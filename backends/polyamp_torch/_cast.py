@@ -47,7 +47,9 @@ def cast(tree: Any, dtype: str | torch.dtype) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(cast(value, target) for value in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        named = {f.name: cast(getattr(tree, f.name), target) for f in dataclasses.fields(tree)}
+        named = {
+            f.name: cast(getattr(tree, f.name), target) for f in dataclasses.fields(tree) if f.init
+        }
         return dataclasses.replace(tree, **named)
     return tree
 

@@ -229,7 +229,7 @@ class _Clock:
 
     def _mark(self) -> None:
         if self._device.type == "cuda":
-            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             self._events[-1].record(torch.cuda.current_stream(self._device))
         else:
             self._marks.append(time.perf_counter())

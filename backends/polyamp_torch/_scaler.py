@@ -81,7 +81,7 @@ class GradScaler(Stepping):
             "init_scale": init_scale,
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
+            "growth_interval": _whole(growth_interval),
             "min_scale": _TORCH.min_scale if min_scale is None else min_scale,
             "max_scale": _TORCH.max_scale if max_scale is None else max_scale,
             "hysteresis": _TORCH.hysteresis if hysteresis is None else hysteresis,
@@ -126,7 +126,7 @@ class GradScaler(Stepping):
 
     @_growth_interval.setter
     def _growth_interval(self, value: int) -> None:
-        self._change_rule(growth_interval=value)
+        self._change_rule(growth_interval=_whole(value))
 
     def _change_rule(self, **changes: Any) -> None:
         if not self._constructed:
@@ -339,6 +339,11 @@ class GradScaler(Stepping):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._gradients, self._results = Gradients(), weakref.WeakKeyDictionary()
+
+
+def _whole(value: Any) -> Any:
+    """torch takes 2000.0 for a growth interval; the rule wants 2000."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _rule_from(rule: Rule | str | None, given: dict[str, Any]) -> Rule:

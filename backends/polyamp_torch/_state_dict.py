@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from polyamp._dynamic import Dynamic
 from polyamp._errors import RuleError, StateError
 from polyamp._interchange import check_scale, scaler_from_dict, scaler_to_dict
@@ -48,7 +46,8 @@ def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerStat
     """Rule and state out of a state_dict, torch's or ours.
 
     Args:
-        saved: torch's five keys, or ours. Values may be Python numbers or 0-d tensors.
+        saved: torch's five keys, or ours. Values may be Python numbers, numpy scalars or 0-d
+            tensors.
         rule: the rule in force, which torch's keys change in three parameters.
 
     Raises:
@@ -80,4 +79,10 @@ def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerStat
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    """A Python number out of a one-element tensor or a numpy scalar; else `value`."""
+    if not hasattr(value, "item"):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, ValueError):
+        return value

@@ -167,7 +167,8 @@ class Stepping(torch.amp.GradScaler):
         result = self._results.get(optimizer)
         if result is None:
             raise StateError(
-                "applied() knows nothing of this optimizer: call scaler.step(optimizer) first"
+                "applied() knows nothing of this optimizer: call scaler.step(optimizer) first. (One"
+                " whose step takes grad_scaler= and never unscales through it stays unknown.)"
             )
         if isinstance(result, Tensor):
             result = self._results[optimizer] = not result.item()

@@ -55,7 +55,7 @@ class Bar:
             refresh_per_second=4,
         )
         self._task = self._live.add_task("", start=False, run=0, loss="")
-        self._run = 0
+        self._run, self._name = 0, ""
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -71,7 +71,7 @@ class Bar:
 
     def begin(self, name: str, steps: int) -> None:
         """Set the bar back to 0."""
-        self._run += 1
+        self._run, self._name = self._run + 1, name
         self._live.reset(self._task, total=steps, description=name, run=self._run, loss="")
 
     def step(self, step: int, loss: float | None) -> None:
@@ -82,7 +82,7 @@ class Bar:
 
     def end(self, line: str) -> None:
         """Print the line above the bar."""
-        self._live.console.print(line, highlight=False, markup=False)
+        self._live.console.print(f"{self._name}: {line}", highlight=False, markup=False)
 
 
 class Lines:

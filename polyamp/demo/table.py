@@ -26,21 +26,29 @@ HEADERS = (
     "final\nscale",
 )
 MEMORY = HEADERS.index("memory")
-NARROW = 104  # characters
+NARROW = 108  # characters
+UNIT_FLAGS = {
+    "float16": {"avx512_fp16", "amx_fp16"},
+    "bfloat16": {"avx512_bf16", "amx_bf16"},
+}
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def table_of(rows: Sequence[Row], width: int) -> Table:
     """One line per row, a rule between tasks; for a console of `width` characters.
 
-    A narrow one does without framework and device where they are the same in every row.
+    A narrow one does without framework and device where they are the same in every row, and
+    moves the columns together.
     """
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    gap = (0, 1 if width >= NARROW else 0, 0, 0)
+    table = Table(box=box.SIMPLE_HEAD, padding=gap, pad_edge=False, show_edge=False)
     kinds = list(dict.fromkeys(row.result.memory_kind for row in rows))
     headers = [*HEADERS]
-    headers[MEMORY] = " or ".join(kinds).replace(" ", "\n", 1 if len(kinds) == 1 else -1)
+    if len(kinds) == 1:
+        headers[MEMORY] = "\n".join(kinds[0].rsplit(" ", 1))
     lines = [cells(row, kind_shown=len(kinds) > 1) for row in rows]
     same = len({tuple(line[:2]) for line in lines}) == 1
     first = 2 if same and width < NARROW else 0
@@ -75,9 +83,9 @@ def cells(row: Row, *, kind_shown: bool = False) -> list[str]:
 def size_text(count: int) -> str:
     """Bytes in binary units, three significant digits."""
     size, unit = float(count), 0
-    while size >= 999.5 and unit < 4:
+    while size >= 999.5 and unit < len(UNITS) - 1:
         size, unit = size / 1024, unit + 1
-    return f"{size:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+    return f"{size:.3g} {UNITS[unit]}"
 
 
 def metric_text(task: Task, value: float) -> str:
@@ -88,10 +96,10 @@ def metric_text(task: Task, value: float) -> str:
 
 
 def difference_text(task: Task, value: float | None) -> str:
-    """A difference of two metrics with its sign, percentage points for accuracies."""
+    """A difference of two metrics with its sign: percentage points for accuracies, else bits."""
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{100 * value:+.2f} pp" if task.metric == "accuracy" else f"{value:+.3f}"
+    return f"{100 * value:+.2f}" if task.metric == "accuracy" else f"{value:+.3f}"
 
 
 def lines_under(rows: Sequence[Row]) -> list[str]:
@@ -100,7 +108,7 @@ def lines_under(rows: Sequence[Row]) -> list[str]:
     for name, task in {row.run.task.name: row.run.task for row in rows}.items():
         held = len(task.held_targets)
         if task.metric == "accuracy":
-            measure = f"accuracy on {held} held-out images, so one image is {100 / held:.2f} pp"
+            measure = f"accuracy on {held} held-out images, so one image is {100 / held:.2f} points"
         else:
             count = task.held_targets.size
             measure = f"bits per character on {count} held-out characters, lower is better"
@@ -118,36 +126,32 @@ def lines_under(rows: Sequence[Row]) -> list[str]:
 def slower_on_cpu(rows: Sequence[Row]) -> list[str]:
     """Where 16 bits took longer than float32 on a CPU: by how much, and why."""
     slower: dict[str, list[str]] = {}
+    dtypes = []
     for row in rows:
-        accelerator = row.run.device.accelerator
-        if not accelerator and row.speedup is not None and row.speedup < 0.95:
-            factor = f"{1 / row.speedup:.1f} times on {row.run.task.name}"
+        if not row.run.device.accelerator and row.speedup is not None and row.speedup < 0.95:
+            factor = f"{1 / row.speedup:.1f}x ({row.run.task.name})"
             slower.setdefault(f"{row.run.framework} {row.run.policy_name}", []).append(factor)
+            dtypes.append(row.run.policy.compute_dtype)
     if not slower:
         return []
-    told = "; ".join(f"{who} {' and '.join(factors)}" for who, factors in slower.items())
+    told = "; ".join(f"{who} {', '.join(factors)}" for who, factors in slower.items())
     return [
-        f"Slower than float32 on this CPU: {told} the time per step. {_units()}The gain in speed "
-        "needs hardware that computes in 16 bits, such as a GPU."
+        f"Slower than float32 on this CPU, in multiples of its time per step: {told}. "
+        f"{_missing_units(dtypes)}The gain in speed needs hardware that computes in 16 bits, "
+        "such as a GPU."
     ]
 
 
-def _units() -> str:
-    """What Linux says about half-precision units; nothing where it cannot be told."""
+def _missing_units(dtypes: Sequence[str]) -> str:
+    """Which of `dtypes` the CPU has no arithmetic for, from what Linux says about an x86 one."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            text = file.read()
+            flags = next((set(line.split()) for line in file if line.startswith("flags")), set())
     except OSError:
         return ""
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
-    if not flags:
-        return ""
     missing = [
-        name
-        for name, units in (
-            ("float16", {"avx512_fp16", "amx_fp16"}),
-            ("bfloat16", {"avx512_bf16", "amx_bf16"}),
-        )
-        if not units & set(flags)
+        dtype
+        for dtype, units in UNIT_FLAGS.items()
+        if flags and dtype in dtypes and not units & flags
     ]
     return f"It has no {' or '.join(missing)} arithmetic. " if missing else ""

@@ -46,7 +46,8 @@ def same(got: Any, want: Any, what: str) -> None:
 
 def events(seed: int, steps: int) -> list[bool]:
     """Whether each step is clean: growth stretches, single overflows and bursts."""
-    dice, flags = random.Random(seed), []
+    dice = random.Random(seed)
+    flags: list[bool] = []
     while len(flags) < steps:
         flags += [True] * dice.randrange(1, 12) + [False] * dice.choice([1, 1, 2, 4])
     return flags[:steps]
@@ -343,7 +344,7 @@ class BackendContract:
     # Helpers
 
     def _f(self, value: float) -> Any:
-        """An f32 scalar; NaN and infinity by way of an array, since rules have no such constants."""
+        """An f32 scalar; by way of an array, since no rule has NaN or infinity for a constant."""
         import numpy as np
 
         return self.to_array(np.array(value, np.float32))

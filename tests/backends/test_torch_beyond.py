@@ -99,6 +99,13 @@ class TestTheScaleNeverReachesZero:
         scaler.update(torch.tensor([8.0]))
         assert scaler.get_scale() == 8.0
 
+    @pytest.mark.parametrize("new", [1.0, torch.tensor(1.0), 1e-42])
+    def test_update_lifts_to_the_floor(self, make, new):
+        scaler = make(min_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.update(new)
+        assert scaler.get_scale() == 4.0
+
     def test_torch_takes_neither(self):
         scaler = torch_scaler()
         scaler.scale(torch.ones(()))

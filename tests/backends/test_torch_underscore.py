@@ -104,6 +104,17 @@ class TestUnderscoreNames:
         if bad is None:
             assert all(torch.equal(g, torch.ones_like(g)) for g in grads)
 
+    @pytest.mark.parametrize("flag", [0.25, 2.0])
+    def test_any_positive_flag_is_an_overflow(self, flag):
+        class Summed(amp.GradScaler):
+            def _unscale_grads_(self, *args):
+                return {k: v + flag for k, v in super()._unscale_grads_(*args).items()}
+
+        scaler = Summed("cpu", init_scale=16.0)
+        param, optimizer = problem()
+        iterate(scaler, optimizer, param)
+        assert (param.tolist(), scaler.get_scale()) == ([1.0, 2.0], 8.0)
+
     def test_overridden_hooks_are_called(self):
         calls = []
 
