@@ -18,15 +18,17 @@ from polyamp._scaling import (
     head,
 )
 from polyamp._state import Fault, Reason, ScalerState, Signal
-from polyamp._xp import F32_MAX, Namespace, host
+from polyamp._xp import F32_MAX, Namespace, f32, host
 
 Refill = Literal["growth", "clean"]
 AtFloor = Literal["clamp", "hold", "fault"]
 FaultWhen = Literal["at_floor", "reaching_floor"]
 
+COUNT_CAP = 2**20
+"""Counts in memory are halved above this, so that products with a tolerance fit int32."""
+WINDOW_CAP = 2**24
+"""No growth window in memory is wider."""
 _TOLERANCE_PARTS = 1000
-_COUNT_CAP = 2**20
-_WINDOW_CAP = 2**24
 
 
 @dataclass(frozen=True)
@@ -106,12 +108,14 @@ class Dynamic(Rule):
 
     def _check_numbers(self) -> None:
         check_number(self, "growth_factor", 1.0, F32_MAX, "above 1 and finite")
-        check_number(self, "backoff_factor", 0.0, 1.0, "above 0 and below 1")
-        if self.growth_factor == 1.0:
-            raise RuleError("Dynamic: growth_factor must be above 1, got 1.0")
-        if self.backoff_factor in (0.0, 1.0):
+        check_number(self, "backoff_factor", MIN_SCALE, 1.0, "at least 2**-126 and below 1")
+        if f32(self.growth_factor) == 1.0:
             raise RuleError(
-                f"Dynamic: backoff_factor must be above 0 and below 1, got {self.backoff_factor}"
+                f"Dynamic: growth_factor must be above 1 in float32, got {self.growth_factor}"
+            )
+        if f32(self.backoff_factor) == 1.0:
+            raise RuleError(
+                f"Dynamic: backoff_factor must be below 1 in float32, got {self.backoff_factor}"
             )
         check_count(self, "growth_interval", 1)
         check_count(self, "hysteresis", 1)
@@ -133,7 +137,7 @@ class Dynamic(Rule):
             if not any(value is a or (type(value) is str and value == a) for a in allowed):
                 raise RuleError(f"Dynamic: {name} must be one of {allowed}, got {value!r}")
         if self.window_follows_scale and not (
-            self.growth_factor.is_integer() and self.growth_factor <= _WINDOW_CAP
+            self.growth_factor.is_integer() and self.growth_factor <= WINDOW_CAP
         ):
             raise RuleError(
                 "Dynamic: window_follows_scale needs a whole growth_factor such as 2.0, got"
@@ -170,7 +174,7 @@ class Dynamic(Rule):
         """The state before the first step, in the framework of `xp`."""
         memory: tuple[int, ...] = (0, 0) if self.tolerance else ()
         if self.window_follows_scale:
-            memory += (min(self.growth_interval, _WINDOW_CAP),)
+            memory += (min(self.growth_interval, WINDOW_CAP),)
         clean = -1 if self.late_first_window else 0
         return head(self, xp, clean=clean, left=self.hysteresis, memory=memory)
 
@@ -275,9 +279,9 @@ def _bind_memory(rule: Dynamic, xp: Namespace) -> tuple[Any, Any, Any]:
     """
     where, c = xp.where, xp.c
     zero, one, two = c(0, "i32"), c(1, "i32"), c(2, "i32")
-    interval, cap = c(rule.growth_interval, "i32"), c(_COUNT_CAP, "i32")
+    interval, cap = c(rule.growth_interval, "i32"), c(COUNT_CAP, "i32")
     factor = c(rule.growth_factor if rule.window_follows_scale else 2, "i32")
-    widest = c(_WINDOW_CAP, "i32")
+    widest, room = c(WINDOW_CAP, "i32"), c(WINDOW_CAP // int(rule.growth_factor), "i32")
     top, bottom = (c(part, "i32") for part in _ratio(rule.tolerance))
     tolerant, follows = rule.tolerance > 0.0, rule.window_follows_scale
 
@@ -303,7 +307,7 @@ def _bind_memory(rule: Dynamic, xp: Namespace) -> tuple[Any, Any, Any]:
         if follows:
             window = memory[-1]
             narrow = xp.maximum(window // factor, one)
-            wide = xp.minimum(window * factor, widest)
+            wide = where(window > room, widest, xp.minimum(window, room) * factor)
             kept += (where(cut, narrow, where(due, wide, window)),)
         return kept
 

@@ -10,13 +10,12 @@ leaves every live object as it was.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
-from polyamp._dynamic import Dynamic
+from polyamp._dynamic import COUNT_CAP, WINDOW_CAP, Dynamic
 from polyamp._errors import RuleError, StateError, closest
 from polyamp._scaling import Rule, Static
 from polyamp._state import Fault, Reason, ScalerState
@@ -33,9 +32,9 @@ _COUNTS = {"left": 1, "step": 0, "skipped": 0, "skipped_in_a_row": 0}
 
 def rule_to_dict(rule: Rule) -> dict[str, Any]:
     """A rule as a JSON-ready dict."""
-    if not is_dataclass(rule) or type(rule).__name__ not in RULES:
+    if type(rule) not in RULES.values():
         raise StateError(f"cannot save {rule!r}: not one of the rules {sorted(RULES)}")
-    values = {f.name: getattr(rule, f.name) for f in fields(rule)}
+    values = {f.name: getattr(rule, f.name) for f in fields(rule)}  # type: ignore[arg-type]
     return {"polyamp": VERSION, "kind": "rule", "rule": type(rule).__name__, **values}
 
 
@@ -89,13 +88,17 @@ def state_from_dict(data: Any, rule: Rule) -> ScalerState:
             f" got {memory!r}"
         )
     counts = {name: _integer(values[name], name, low) for name, low in _COUNTS.items()}
+    counts["left"] = min(counts["left"], fresh.left)
     return ScalerState(
         loss_scale=check_scale(values["loss_scale"], rule),
         clean=_integer(values["clean"], "clean", min(fresh.clean, 0)),
         **counts,
         reason=_integer(values["reason"], "reason", 0, max(Reason)),
         fault=_integer(values["fault"], "fault", 0, max(Fault)),
-        memory=tuple(_integer(m, "memory", 0) for m in memory),
+        memory=tuple(
+            _integer(m, "memory", min(new, 1), WINDOW_CAP if new else COUNT_CAP)
+            for m, new in zip(memory, fresh.memory, strict=True)
+        ),
     )
 
 
@@ -129,7 +132,7 @@ def check_scale(value: Any, rule: Rule) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise StateError(f"loss_scale must be a positive finite number, got {value!r}")
-    if not math.isfinite(value) or value < 0 or value > F32_MAX:
+    if not 0 <= value <= F32_MAX:
         raise StateError(f"loss_scale must be a positive finite number, got {value!r}")
     floor = f32(rule.min_scale)
     if value < floor:

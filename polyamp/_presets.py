@@ -97,18 +97,18 @@ def like(system: str, **overrides: Any) -> Dynamic:
     """See `Dynamic.like`."""
     if system not in PRESETS:
         near = closest(str(system), PRESETS)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise RuleError(f"unknown system {system!r}{hint} Known: {', '.join(PRESETS)}")
     allowed = [f.name for f in fields(Dynamic)]
     for key in overrides:
         if key not in allowed:
             near = closest(key, allowed)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise RuleError(f"Dynamic has no parameter {key!r}{hint} It has: {', '.join(allowed)}")
     preset = PRESETS[system]
     values = {**preset.parameters, **overrides}
     interval = values.get("growth_interval", Dynamic.growth_interval)
-    if preset.extra_interval and isinstance(interval, int):
+    if preset.extra_interval and type(interval) is int:
         values["growth_interval"] = interval + preset.extra_interval
     return Dynamic(**values)
 

@@ -100,7 +100,7 @@ def backend(name: str) -> Backend:
         Exception: whatever a framework that is installed but broken raises when imported.
     """
     announced = _announced()
-    if name not in announced:
+    if not isinstance(name, str) or name not in announced:
         near = closest(str(name), announced)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise BackendError(
@@ -111,8 +111,8 @@ def backend(name: str) -> Backend:
         module = _load(announced[name])
     except _NotInstalledError as error:
         raise BackendError(
-            f"backend {name!r} needs {error.name}, which is not installed: pip install"
-            f' "polyamp[{name}]"'
+            f"backend {name!r} needs {error.name}, which is not installed; for polyamp's own"
+            f" backends: pip install 'polyamp[{name}]'"
         ) from error
     missing = [member for member in _members() if not hasattr(module, member)]
     if missing:
@@ -144,12 +144,21 @@ def _announced() -> Mapping[str, EntryPoint]:
     return found
 
 
+def _importer(error: ImportError) -> str:
+    """Name of the module whose import statement failed: a framework's own means it is broken."""
+    from traceback import walk_tb
+
+    names = [str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__)]
+    return [name for name in names if name.partition(".")[0] != "importlib"][-1]
+
+
 def _load(point: EntryPoint) -> ModuleType:
     try:
         return importlib.import_module(point.value)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         own = point.value.partition(".")[0]
-        if missing and missing != own and importlib.util.find_spec(missing) is None:
+        asked = _importer(error).partition(".")[0]
+        if missing not in ("", own) and importlib.util.find_spec(missing) is None and asked == own:
             raise _NotInstalledError(missing) from error
         raise

@@ -15,7 +15,6 @@ its part. Parity with a native kernel holds for factors that float32 represents 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -92,6 +91,10 @@ def bind(rule: Rule, xp: Namespace = host) -> Transition:
         good = signal.finite if loss_known_good else signal.finite & signal.loss_finite
         new = change(state, good, signal)
         row = where(good, zero, state.skipped_in_a_row + one)
+        reason = new.reason
+        if not loss_known_good:
+            known_bad = signal.loss_finite is False
+            reason = loss_bad if known_bad else where(signal.loss_finite, reason, loss_bad)
         fault = state.fault
         if can_fault:
             fresh = where(row >= limit, max_skips, new.fault) if limited else new.fault
@@ -103,7 +106,7 @@ def bind(rule: Rule, xp: Namespace = host) -> Transition:
             state.step + one,
             where(good, state.skipped, state.skipped + one),
             row,
-            new.reason if loss_known_good else where(signal.loss_finite, new.reason, loss_bad),
+            reason,
             fault,
             new.memory,
         )
@@ -131,7 +134,7 @@ def check_number(rule: Rule, name: str, low: float, high: float, why: str) -> No
     value = getattr(rule, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RuleError(f"{type(rule).__name__}: {name} must be a number, got {value!r}")
-    if not (math.isfinite(value) and low <= value <= high):
+    if not low <= value <= high:
         raise RuleError(f"{type(rule).__name__}: {name} must be {why}, got {value!r}")
     object.__setattr__(rule, name, float(value))
 

@@ -120,7 +120,7 @@ class _Host:
         return float(_F32.unpack(_I32.pack(a))[0])
 
     def left_shift(self, a: int, count: int) -> int:
-        return a << count
+        return ((a << count) + 2**31) % 2**32 - 2**31
 
     def right_shift(self, a: int, count: int) -> int:
         return a >> count

@@ -283,7 +283,7 @@ def test_memory_kinds_are_told_apart():
 def test_lines_under_the_table_give_baselines_and_what_was_measured(monkeypatch):
     monkeypatch.setattr(table, "UNIT_FLAGS", {"float16": {"none such"}, "bfloat16": {"either"}})
     lines = table.lines_under(rows_of(FakeBackend(), tasks=("digits", "text")))
-    assert "364 held-out images, so one image is 0.27 points" in lines[0]
+    assert "364 held-out images, standard error 2.6 points" in lines[0]
     baseline = data.load("text", settings.settings_for("text", quick=False, accelerator=False)
                          .context).baseline  # fmt: skip
     assert f"a unigram model of the training text gives {baseline:.3f} bpc" in lines[1]

@@ -140,6 +140,13 @@ def test_a_broken_framework_raises_its_own_error(
         assert type(caught.value) is error
 
 
+def test_a_framework_too_old_for_the_backend_is_not_called_missing(announce: Announce) -> None:
+    announce("early", {"early": "for_early"}, for_early="import tomllib.a_later_addition")
+    for call in (lambda: polyamp.backend("early"), polyamp.backends):
+        with pytest.raises(ModuleNotFoundError, match=r"tomllib\.a_later"):
+            call()
+
+
 def test_a_stale_announcement_raises_the_import_error(announce: Announce) -> None:
     announce("stale", {"stale": "module_that_is_gone"})
     with pytest.raises(ModuleNotFoundError, match="module_that_is_gone"):

@@ -1,7 +1,11 @@
 """The invariants of the state machine, over random rules and random runs, against the oracle.
 
-The numbers in the test names are those of the ten invariants in docs/scaling.md. Where one is a
-backend's to keep (1, 3, 4, 5, 6), its other half is in `polyamp.testing.BackendContract`.
+The numbers in the test names: 1 unscale with the scale that was used, 2 the scale is finite and
+between floor and ceiling, 3 overflow is judged unscaled, 4 a skip leaves no trace, 5 select and
+never multiply, 6 flags are combined before one decision, 7 saved and loaded goes on the same,
+8 arguments are not changed and rules are values, 9 a lowered interval still grows, 10 hysteresis
+has two refills. 3 and 5, and the other half of 1, 4 and 6, are a backend's to keep: see
+`polyamp.testing.BackendContract`.
 """
 
 from __future__ import annotations

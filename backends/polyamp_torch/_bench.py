@@ -117,9 +117,10 @@ def scaler_syncs(scaler: torch.amp.GradScaler, problem: Problem) -> int:
     problem.restore()
     problem.iterate(scaler)
     problem.restore()
-    with SyncCount() as together:
+    together, alone = SyncCount(), SyncCount()
+    with together:
         problem.iterate(scaler)
-    with SyncCount() as alone:
+    with alone:
         problem.optimizer.step()
     return together.count - alone.count
 

@@ -9,7 +9,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +46,7 @@ def device(requested: str | None) -> Device:
     except RuntimeError:
         wanted = None
     if wanted is not None and wanted == torch.device("cpu"):
-        threads = torch.get_num_threads()
-        return Device("cpu", f"{_cpu_name()}, {threads} thread{'s' * (threads != 1)}")
+        return Device("cpu", f"{_cpu_name()}, one thread")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is not None and wanted.type == "cuda" and (wanted.index or 0) < count:
         index = wanted.index or 0
@@ -81,6 +81,22 @@ def check(policy: Policy, device: Device) -> None:
     )
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread for torch's CPU work.
+
+    The models are too small to gain from more; with one, results do not depend on the number
+    of cores, and timings hardly on what else the machine does.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def train(task: Task, policy: Policy, settings: Settings, device: str, on_step: OnStep) -> Result:
     """Train `task` under `policy` on `device` and evaluate; see `DemoBackend`."""
     run = _Run.start(task, policy, settings, torch.device(device))

@@ -85,6 +85,8 @@ def select(flag: Any, new: Any, old: Any) -> Any:
         return torch.where(chosen, new, old)
     if isinstance(new, dict):
         return type(new)({key: select(flag, new[key], old[key]) for key in new})
+    if isinstance(new, tuple) and hasattr(new, "_fields"):
+        return type(new)(*(select(flag, n, o) for n, o in zip(new, old, strict=True)))
     if isinstance(new, (list, tuple)):
         return type(new)(select(flag, n, o) for n, o in zip(new, old, strict=True))
     return new if bool(flag) else old

@@ -25,7 +25,7 @@ _INDEXING = {"aten::index", "aten::index_put", "aten::index_put_"}
 _MASKS = {torch.bool, torch.uint8}
 
 
-class SyncCount(TorchDispatchMode):
+class SyncCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts host syncs in its `with` block.
 
         with SyncCount() as syncs:
@@ -40,7 +40,7 @@ class SyncCount(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     @property

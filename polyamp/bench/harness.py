@@ -4,7 +4,8 @@
     ratio    = median over the rounds of (ours / peer)
     own      = median over the rounds of (peer again / peer)
     result   = ratio / own
-    interval = 2.5 % and 97.5 % quantiles of the result over resampled rounds (bootstrap, fixed seed)
+    interval = 2.5 % and 97.5 % quantiles of the result over resampled rounds
+               (bootstrap, fixed seed)
 
 A machine that slows down for a while slows every case of a round, so the ratio is taken within a
 round; medians let single disturbed rounds go by. `own` is what the method makes of two equal

@@ -47,7 +47,7 @@ class Settings:
     seed: int = 0
 
 
-_DIGITS = Settings(steps=400, batch=64, learning_rate=0.1, width=16, depth=1)
+_DIGITS = Settings(steps=400, batch=32, learning_rate=0.1, width=16, depth=1)
 _TEXT = Settings(
     steps=600, batch=32, learning_rate=5e-3, width=48, depth=2, heads=4, context=32,
     accumulate=2, max_norm=1.0,
@@ -55,7 +55,7 @@ _TEXT = Settings(
 _SIZES = {
     ("digits", "cpu"): _DIGITS,
     ("text", "cpu"): _TEXT,
-    ("digits", "cpu quick"): replace(_DIGITS, steps=120, width=8, batch=32),
+    ("digits", "cpu quick"): replace(_DIGITS, steps=120, width=8),
     ("text", "cpu quick"): replace(_TEXT, steps=240, width=32, depth=1),
     # wide enough that the arithmetic, not the launch of kernels, takes the time
     ("digits", "accelerator"): replace(_DIGITS, steps=270, width=64, depth=2, batch=256),

@@ -105,12 +105,14 @@ def difference_text(task: Task, value: float | None) -> str:
 def lines_under(rows: Sequence[Row]) -> list[str]:
     """What the numbers are to be measured against, one line each."""
     lines = []
-    for name, task in {row.run.task.name: row.run.task for row in rows}.items():
-        held = len(task.held_targets)
+    firsts = {row.run.task.name: row for row in reversed(rows)}
+    for name in dict.fromkeys(row.run.task.name for row in rows):
+        task, metric = firsts[name].run.task, firsts[name].result.metric
+        count = task.held_targets.size
         if task.metric == "accuracy":
-            measure = f"accuracy on {held} held-out images, so one image is {100 / held:.2f} points"
+            error = 100 * math.sqrt(max(0.0, metric * (1 - metric)) / count)
+            measure = f"accuracy on {count} held-out images, standard error {error:.1f} points"
         else:
-            count = task.held_targets.size
             measure = f"bits per character on {count} held-out characters, lower is better"
         baseline = metric_text(task, task.baseline)
         lines.append(f"{name}: {measure}; {task.baseline_name} gives {baseline}.")
