@@ -21,9 +21,8 @@ import polyamp.torch as amp
 from polyamp import BackendError, Policy
 from polyamp._policy import require_supported
 from polyamp.demo import Device, OnStep, Result, Settings, Task
-
-from ._cast import cast, dtype_of
-from ._demo_models import build
+from polyamp_torch._cast import cast, dtype_of
+from polyamp_torch._demo_models import build
 
 _LOSS_EVERY = 20  # steps between two looks at the loss where looking means waiting for the GPU
 _EVAL_BATCH = 256
