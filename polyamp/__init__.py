@@ -34,12 +34,14 @@ from polyamp._interchange import state_from_dict as state_from_dict
 from polyamp._interchange import state_to_dict as state_to_dict
 from polyamp._policy import Policy as Policy
 from polyamp._policy import parse_policy as parse_policy
+from polyamp._policy import require_supported as require_supported
 from polyamp._policy_map import PolicyMap as PolicyMap
 from polyamp._presets import presets as presets
 from polyamp._presets import resolve_rule as resolve_rule
 from polyamp._registry import Backend as Backend
 from polyamp._registry import backend as backend
 from polyamp._registry import backends as backends
+from polyamp._scaling import Change as Change
 from polyamp._scaling import Rule as Rule
 from polyamp._scaling import Static as Static
 from polyamp._scaling import bind as bind
@@ -77,12 +79,14 @@ __all__ = [
     "state_to_dict",
     "Policy",
     "parse_policy",
+    "require_supported",
     "PolicyMap",
     "presets",
     "resolve_rule",
     "Backend",
     "backend",
     "backends",
+    "Change",
     "Rule",
     "Static",
     "bind",

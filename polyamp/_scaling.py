@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple
 
 from polyamp._errors import RuleError
@@ -131,8 +132,9 @@ def transition(rule: Rule, state: ScalerState, signal: Signal, xp: Namespace = h
 
 def check_number(rule: Rule, name: str, low: float, high: float, why: str) -> None:
     """Refuse a parameter of a rule that is not a finite number in [low, high]; make it a float."""
-    value = getattr(rule, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    value: Any = getattr(rule, name)
+    known = isinstance(value, Real) and not isinstance(value, bool)
+    if not known:
         raise RuleError(f"{type(rule).__name__}: {name} must be a number, got {value!r}")
     if not low <= value <= high:
         raise RuleError(f"{type(rule).__name__}: {name} must be {why}, got {value!r}")
@@ -140,13 +142,15 @@ def check_number(rule: Rule, name: str, low: float, high: float, why: str) -> No
 
 
 def check_count(rule: Rule, name: str, low: int) -> None:
-    """Refuse a parameter of a rule that is not an int in [low, 2**31)."""
-    value = getattr(rule, name)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+    """Refuse a parameter of a rule that is no integer in [low, 2**31); make it an int."""
+    value: Any = getattr(rule, name)
+    known = isinstance(value, Integral) and not isinstance(value, bool)
+    if not known or not low <= value < 2**31:
         raise RuleError(
             f"{type(rule).__name__}: {name} must be an integer from {low} to 2**31 - 1,"
             f" got {value!r}"
         )
+    object.__setattr__(rule, name, int(value))
 
 
 def check_scales(rule: Rule) -> None:

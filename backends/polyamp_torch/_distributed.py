@@ -15,19 +15,20 @@ def reduce(signal: Signal, group: Any = None) -> Signal:
 
     Args:
         signal: what this rank measured, as 0-d tensors or Python values.
-        group: a torch process group; None leaves the signal as it is.
+        group: a torch process group; None means that there are no ranks to agree with, and leaves
+            the signal as it is (`torch.distributed.group.WORLD` is all of them).
 
     Returns:
         The agreed signal as 0-d tensors. One all-reduce (MAX) of four float32. `sub` is the
-        largest over the ranks.
+        largest over the ranks; a NaN amax counts as infinite.
     """
     if group is None:
         return signal
-    home = next((v.device for v in signal if isinstance(v, torch.Tensor)), torch.device("cpu"))
+    home = next((v.device for v in signal if isinstance(v, torch.Tensor)), _device_of(group))
     amax = -1.0 if signal.amax is None else signal.amax
     bad = [_flag(signal.finite, home), _flag(signal.loss_finite, home)]
     rest = [torch.as_tensor(v, dtype=torch.float32, device=home) for v in (amax, signal.sub)]
-    packed = torch.stack([*bad, *rest])
+    packed = torch.nan_to_num(torch.stack([*bad, *rest]), nan=float("inf"), posinf=float("inf"))
     dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
     return Signal(
         finite=packed[0] == 0,
@@ -35,6 +36,10 @@ def reduce(signal: Signal, group: Any = None) -> Signal:
         amax=None if signal.amax is None else packed[2],
         sub=packed[3],
     )
+
+
+def _device_of(group: Any) -> torch.device:
+    return torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
 
 
 def _flag(good: Any, home: torch.device) -> torch.Tensor:

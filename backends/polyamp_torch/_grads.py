@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,25 +21,39 @@ class Gradients:
     """Which gradients of this iteration are unscaled already.
 
     A parameter may belong to two optimizers; its gradient is unscaled by whichever comes first.
-    Gradients are known by identity, from one `clear` to the next.
+    Gradients are known by identity, from one `clear` to the next. Between an optimizer's unscaling
+    and its step they may be changed in place (clipping); changed after the step, they hold what a
+    new backward pass wrote, which is scaled again.
     """
 
     def __init__(self) -> None:
-        self._done: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._done: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int | None]] = {}
 
     def clear(self) -> None:
-        """Forget: the next backward pass writes scaled gradients again."""
+        """Forget: the next backward pass writes scaled gradients."""
         self._done.clear()
 
     def mark(self, grads: Iterable[Tensor], found_inf: Tensor | None = None) -> None:
-        """Note that `grads` are unscaled; with `found_inf`, that they are unless it is set."""
+        """Note that `grads` are unscaled; with the 0-d flag `found_inf`, that they are unless set.
+
+        No reference to them is kept.
+        """
         for grad in grads:
-            self._done[id(grad)] = (grad, found_inf)
+            self._done[id(grad)] = (weakref.ref(grad), found_inf, None)
+
+    def settle(self, grads: Iterable[Tensor]) -> None:
+        """Note that the optimizer has stepped: from now on a change makes `grads` scaled again."""
+        for grad in grads:
+            known, found_inf, _ = self._done.get(id(grad), (None, None, None))
+            if known is not None and known is weakref.ref(grad):
+                self._done[id(grad)] = (known, found_inf, grad._version)
 
     def is_done(self, grad: Tensor) -> bool:
         """Whether `grad` is unscaled. Waits for the device only after a fused step shared it."""
-        found = self._done.get(id(grad))
-        return found is not None and (found[1] is None or not found[1].item())
+        known, found_inf, version = self._done.get(id(grad), (None, None, None))
+        if known is not weakref.ref(grad) or version not in (None, grad._version):
+            return False
+        return found_inf is None or not found_inf.item()
 
     def any_done(self, grads: Iterable[Tensor]) -> bool:
         """Whether another optimizer has unscaled one of `grads`."""
@@ -71,8 +86,8 @@ class Gradients:
             todo[value.device][value.dtype, bool(self._done) and self.is_done(grad)].append(value)
         flags: PerDevice = {}
         for device, groups in todo.items():
-            flag = flags[device] = found_inf.to(device, copy=True)
-            by = inverse.to(device)
+            flag = flags[device] = found_inf.to(device, copy=True, non_blocking=True)
+            by = inverse.to(device, non_blocking=True)
             one = torch.ones_like(by)
             for (_, done), values in groups.items():
                 torch._amp_foreach_non_finite_check_and_unscale_(values, flag, one if done else by)
@@ -94,7 +109,7 @@ class Gradients:
             by = torch.ones_like(inverse) if done else inverse
             for value in values:
                 if value.device not in flags:
-                    flags[value.device] = torch.zeros((), device=value.device)
+                    flags[value.device] = torch.zeros((), dtype=torch.float32, device=value.device)
             for device, top in amaxes([v for v in values if v.numel()]).items():
                 bad = judge(top, by).logical_not().to(torch.float32)
                 flags[device] = torch.maximum(flags[device], bad)
@@ -102,7 +117,9 @@ class Gradients:
 
 
 def owned_grads(optimizer: Optimizer, fp16: bool) -> list[Tensor]:
-    """The optimizer's gradients, None left out, coalesced where sparse and float16.
+    """The optimizer's gradients, None left out.
+
+    Sparse float16 ones are coalesced first, lazily conjugated ones resolved.
 
     Raises:
         AssertionError: a parameter is not a tensor (as torch).
@@ -111,17 +128,26 @@ def owned_grads(optimizer: Optimizer, fp16: bool) -> list[Tensor]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param in params:
         if not isinstance(param, Tensor):
-            raise AssertionError(f"expected param to be torch.Tensor, got {type(param).__name__}")
+            raise AssertionError(f"a parameter must be a torch.Tensor, got {type(param).__name__}")
         if not fp16 and param.grad is not None and param.grad.dtype == torch.float16:
             raise ValueError(
-                "Attempting to unscale FP16 gradients: an unscaled gradient may be below float16's"
+                "float16 gradients cannot be unscaled in place: the result may be below float16's"
                 " range. Keep float32 parameters and run the forward pass under autocast"
             )
     for param in params:
         grad = param.grad
-        if grad is not None and grad.is_sparse and grad.dtype == torch.float16:
+        if grad is None:
+            continue
+        if grad.is_sparse and grad.dtype == torch.float16:
             param.grad = grad.coalesce()
+        elif grad.is_conj() or grad.is_neg():
+            param.grad = grad.resolve_conj().resolve_neg()
     return [p.grad for p in params if p.grad is not None]
+
+
+def all_plain(grads: Iterable[Tensor]) -> bool:
+    """Whether no gradient is a tensor subclass, such as DTensor, with kernels of its own."""
+    return all(type(grad) is Tensor for grad in grads)
 
 
 def needs_host_decision(optimizer: Optimizer) -> bool:
@@ -130,7 +156,7 @@ def needs_host_decision(optimizer: Optimizer) -> bool:
     torch's fused SGD makes its momentum buffers on the first step and, where that step is skipped
     on the device, leaves them unset but registered. Until it has them the skip is decided here.
     """
-    return any(
+    return isinstance(optimizer, torch.optim.SGD) and any(
         group.get("momentum", 0) != 0
         and any(
             p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
@@ -163,14 +189,15 @@ def scaled(value: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         return (scaled(item, scale_on) for item in value)
     raise ValueError(
-        "outputs must be a Tensor or an iterable of Tensors (lists, tuples and dicts may be"
-        f" nested), got {type(value).__name__}"
+        "scale() takes a tensor, or lists, tuples, dicts and other iterables of tensors, nested or"
+        f" not; got {type(value).__name__} among them"
     )
 
 
 def combined(flags: Iterable[Tensor], home: torch.device) -> Tensor:
     """The largest of some 0-d flags, on `home`; 0 if there are none."""
-    moved = [flag.to(home, non_blocking=True) for flag in flags]
+    # A copy to the CPU that does not wait could be read before it has arrived.
+    moved = [flag.to(home, non_blocking=home.type != "cpu") for flag in flags]
     if not moved:
-        return torch.zeros((), device=home)
+        return torch.zeros((), dtype=torch.float32, device=home)
     return moved[0] if len(moved) == 1 else torch.stack(moved).amax()

@@ -18,7 +18,7 @@ _SMALLEST_NORMAL_F16 = 2.0**-14
 def dense(grad: Tensor) -> Tensor:
     """The stored values of a gradient: itself, a sparse one's values, complex as pairs of reals."""
     values = grad._values() if grad.is_sparse else grad
-    return torch.view_as_real(values) if values.is_complex() else values
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def amaxes(values: Sequence[Tensor]) -> dict[torch.device, Tensor]:
@@ -48,7 +48,7 @@ def _same_width(tensors: list[Tensor]) -> list[Tensor]:
 
 def judge(amax: Tensor, inverse: Tensor) -> Tensor:
     """0-d bool: finite as it came and after the multiplication by `inverse`, that unscales it."""
-    return torch.isfinite(amax) & torch.isfinite(amax * inverse.to(amax.device))
+    return torch.isfinite(amax) & torch.isfinite(amax * inverse.to(amax.device, non_blocking=True))
 
 
 @torch.no_grad()
@@ -70,12 +70,13 @@ def inspect(
         sub: also give the share of nonzero entries below 2**-14 in magnitude.
 
     Returns:
-        A Signal of 0-d tensors on the device of the first gradient (the CPU if there is none).
+        A Signal of 0-d tensors on the device of the first gradient (the CPU if there is none; no
+        gradient at all is finite, with amax 0).
         `finite` judges every gradient as it came and unscaled.
     """
     values = [v for g in grads if g is not None and (v := dense(g)).numel()]
     home = values[0].device if values else torch.device("cpu")
-    scale = torch.as_tensor(loss_scale, dtype=torch.float32).to(home)
+    scale = _on(loss_scale, home)
     largest = list(amaxes(values).items())
     finite = torch.ones((), dtype=torch.bool, device=home)
     for _, top in largest:
@@ -89,6 +90,12 @@ def inspect(
             top = torch.maximum(top, _as_f32(other).to(home))
         signal = signal._replace(amax=top)
     return signal._replace(sub=_share(values, home)) if sub else signal
+
+
+def _on(value: Any, home: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(home, torch.float32, non_blocking=home.type != "cpu")
+    return torch.full((), value, dtype=torch.float32, device=home)
 
 
 def _as_f32(amax: Tensor) -> Tensor:

@@ -37,10 +37,6 @@ class Ops:
         """A typed 0-d constant on the device."""
         return torch.full((), value, dtype=_DTYPES[kind], device=self.device)
 
-    def typed(self, value: float) -> Tensor:
-        """A float as f32, an int as i32."""
-        return self.c(value, "f32" if isinstance(value, float) else "i32")
-
     def bits(self, a: Tensor) -> Tensor:
         """The bits of an f32 as i32."""
         return a.view(torch.int32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
@@ -39,14 +38,15 @@ class GradScaler(Stepping):
         scaler.step(optimizer)
         scaler.update()
 
-    Same constructor, methods, errors and state_dict as torch's, and its default behaviour, but: the
-    scale never reaches 0; overflow is judged on the unscaled gradients; a parameter that two
-    optimizers share is unscaled once between two calls of `scale`; an error leaves scaler and
-    optimizer as they were; skipped steps are warned about and told apart without waiting.
+    Same constructor, methods, call-order errors and state_dict as torch's, and its default
+    behaviour, but: the scale never reaches 0; overflow is judged on the unscaled gradients; a
+    parameter that two optimizers share is unscaled once; an error leaves both usable; skipped steps
+    are warned about and told apart.
 
     With the scale on the CPU all deciding is done on the host. On an accelerator it is done
-    there: `step` with a fused optimizer, and `update`, never wait for it; `last_decision` then
-    holds 0-d tensors, and a fault is raised by the next `check` or `get_scale`.
+    there: `step` with a fused optimizer, and `update`, do not wait for it (but for the first steps
+    of SGD with momentum, and a gradient shared after a fused step); `last_decision` then holds 0-d
+    tensors, and what happened is reported by the next `check` or `get_scale`.
 
     Args:
         device: "cuda", "cpu" or another device type.
@@ -88,16 +88,16 @@ class GradScaler(Stepping):
         }
         if policy is not None and not parse_policy(policy).needs_scaling and rule is None:
             enabled = False
-        self._keeper = Keeper(_rule_from(rule, given))
+        self._keeper = Keeper(_rule_from(rule, given) if enabled else _TORCH)
         self._force_device_mode = False
-        self._known_row = 0
+        self._known_row = self._reported = 0
         self._last_decision: Decision | None = None
         self._gradients = Gradients()
         self._results: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._constructed = False
         super().__init__(device, self._keeper.rule.init_scale, enabled=enabled)
         self._constructed = True
-        self._init_growth_tracker = self._keeper.state.clean
+        self._init_growth_tracker = self._keeper.read(None, None).clean
 
     @property
     def rule(self) -> Rule:
@@ -162,7 +162,10 @@ class GradScaler(Stepping):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(device)
             if device not in copies:
-                copies[device] = cast(Tensor, self._scale).to(device, non_blocking=True)
+                waits = device.type == "cpu"  # else the copy could be read before it has arrived
+                copies[device] = cast(Tensor, self._scale).to(
+                    device, non_blocking=not waits, copy=not isinstance(outputs, Tensor)
+                )
             return copies[device]
 
         return scaled(outputs, scale_on)
@@ -172,7 +175,9 @@ class GradScaler(Stepping):
 
         Args:
             new_scale: set the scale to this instead: a positive finite number, or a one-element
-                float tensor on the scaler's kind of device. Lifted to the rule's floor.
+                float tensor on the scaler's kind of device. Lifted to the rule's floor; it may be
+                above the ceiling. On an accelerator, where it cannot be looked at without waiting,
+                a tensor that is not positive and finite is passed over.
 
         Raises:
             AssertionError: no optimizer was checked since the last update (as torch).
@@ -188,7 +193,10 @@ class GradScaler(Stepping):
         else:
             found = [flag for r in records for flag in r["found_inf_per_device"].values()]
             if not found:
-                raise AssertionError("No inf checks were recorded prior to update.")
+                raise AssertionError(
+                    "update() found no inf checks: call scaler.step(optimizer), with gradients"
+                    " there, before it"
+                )
             self._last_decision = self._keeper.advance(
                 scale, tracker, combined(found, scale.device), self._on_device(scale)
             )
@@ -199,31 +207,35 @@ class GradScaler(Stepping):
         if self._on_device(scale):
             self._warn_of_known_skips(records)
         else:
-            self._report(self._keeper.state)
+            self._report(self.state, stacklevel=2)
 
     def _set_scale(self, scale: Tensor, new: Any) -> None:
         floor = self._keeper.rule.min_scale
         if isinstance(new, Tensor):
             if new.device.type != self._device or new.numel() != 1 or new.requires_grad:
                 raise AssertionError(
-                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or"
-                    " torch.FloatTensor with requires_grad=False."
+                    f"new_scale must be a number or a one-element float tensor on {self._device}"
+                    f" that does not require grad, got {new!r}"
                 )
+            if new.device.type == "cpu":
+                return self._set_scale(scale, new.item())
             value = new.detach().reshape(()).to(scale.device, torch.float32)
             usable = torch.isfinite(value) & (value > 0)
             scale.copy_(torch.where(usable, value.clamp(min=floor), scale))
             return
         if isinstance(new, bool) or not isinstance(new, (int, float)):
             raise RuleError(f"new_scale must be a number or a tensor, got {new!r}")
-        if not (math.isfinite(new) and 0.0 < new <= F32_MAX):
+        if not 0.0 < new <= F32_MAX:
             raise RuleError(f"new_scale must be positive and finite in float32, got {new!r}")
         scale.fill_(max(float(new), floor))
 
-    def _report(self, state: ScalerState, stacklevel: int = 3) -> None:
+    def _report(self, state: ScalerState, stacklevel: int) -> None:
         if state.fault:
             self._keeper.clear_fault()
             raise_on_fault(state)
-        warn_on_skip(state.skipped_in_a_row, state.loss_scale, stacklevel=stacklevel)
+        if state.step != self._reported:
+            self._reported = state.step
+            warn_on_skip(state.skipped_in_a_row, state.loss_scale, stacklevel=stacklevel + 1)
 
     def _warn_of_known_skips(self, records: list[dict[str, Any]]) -> None:
         known = [record["skipped"] for record in records if "skipped" in record]
@@ -239,8 +251,11 @@ class GradScaler(Stepping):
         Raises:
             ScaleFloorError: the rule gave up.
         """
+        self._check(stacklevel=2)
+
+    def _check(self, stacklevel: int) -> None:
         if self._enabled and self._scale is not None and self._on_device(self._scale):
-            self._report(self.state)
+            self._report(self.state, stacklevel + 1)
 
     def get_scale(self) -> float:
         """The current scale as a float, 1.0 if disabled; on an accelerator it waits, and checks.
@@ -248,7 +263,7 @@ class GradScaler(Stepping):
         Raises:
             ScaleFloorError: as `check`.
         """
-        self.check()
+        self._check(stacklevel=2)
         return super().get_scale()
 
     @property
@@ -321,8 +336,8 @@ class GradScaler(Stepping):
             waiting = self._per_optimizer_states.values()
             if any(r["stage"] is not OptState.READY or r["found_inf_per_device"] for r in waiting):
                 raise AssertionError(
-                    "A GradScaler instance may only be pickled at the beginning of an iteration, or"
-                    " at the end after scaler.update()."
+                    "a GradScaler can be pickled or copied only between iterations: call update()"
+                    " first"
                 )
         saved = self.__dict__.copy()
         if self._enabled:
@@ -355,13 +370,17 @@ def _rule_from(rule: Rule | str | None, given: dict[str, Any]) -> Rule:
             f"give either rule= or {', '.join(changed)}, not both; a rule takes them itself, as in"
             f' Dynamic.like("megatron", {changed[0]}={given[changed[0]]!r})'
         )
-    return resolve_rule(rule)
+    chosen = resolve_rule(rule)
+    if chosen.wants_amax:
+        raise RuleError(f"GradScaler does not measure amax, which {chosen!r} needs")
+    return chosen
 
 
 def lr_step(scheduler: Any, scaler: GradScaler, *args: Any) -> bool:
     """Step a learning-rate scheduler unless its optimizer's last step was skipped.
 
-    Call it once an iteration, after `scaler.update()`.
+    Call it once an iteration, after `scaler.update()`. After a fused step on an accelerator it
+    waits for that step.
 
     Args:
         scheduler: a torch scheduler; its `optimizer` must have been stepped through `scaler`.

@@ -8,24 +8,31 @@ for an accelerator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from polyamp._scaling import Rule, Transition, bind
 from polyamp._state import Decision, ScalerState, Signal, decision
+from polyamp._xp import host
 from polyamp_torch._ops import Ops
 
 Tensor = torch.Tensor
 
 
+_HEAD = ScalerState._fields[2:-1]
+"""The fields that torch's two tensors do not hold, `memory` aside."""
+
+
 class Keeper:
-    """Holds a rule and the state that goes with it; advances both tensors in place."""
+    """Holds a rule and the state that goes with it; advances torch's two tensors in place.
+
+    In device mode the rest of the state is one i32 tensor, also changed in place, so that a
+    captured graph goes on from where it was and reading everything waits once.
+    """
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.state = rule.init()
+        self._host = rule.init()
+        self._packed: Tensor | None = None
         self._bound: dict[torch.device | None, Transition] = {}
         self._mirrored: tuple[Tensor, int, Tensor, int] | None = None
 
@@ -36,8 +43,7 @@ class Keeper:
 
     def load(self, state: ScalerState) -> None:
         """Go on from `state`, in Python numbers; the tensors are the caller's to fill."""
-        self.state = state
-        self._mirrored = None
+        self._host, self._packed, self._mirrored = state, None, None
 
     def advance(self, scale: Tensor, tracker: Tensor, found_inf: Tensor, device: bool) -> Decision:
         """One transition, written to both tensors in place.
@@ -54,7 +60,7 @@ class Keeper:
             return self._advance_on_device(scale, tracker, found_inf)
         old = self.read(scale, tracker)
         new = self._transition(None)(old, Signal(found_inf.item() == 0.0))
-        self.state = new
+        self._host, self._packed = new, None
         if new.loss_scale != old.loss_scale:
             scale.fill_(new.loss_scale)
         tracker.fill_(new.clean)
@@ -62,57 +68,53 @@ class Keeper:
         return decision(old, new)
 
     def read(self, scale: Tensor | None, tracker: Tensor | None) -> ScalerState:
-        """The whole state in Python numbers; waits for the device where it lives there."""
+        """The whole state in Python numbers; waits for the device where it lives there.
+
+        Without the tensors, which are made at the first `scale`, it is what was loaded.
+        """
         if scale is None or tracker is None:
-            return self.state
+            return self._host
         now = (scale, scale._version, tracker, tracker._version)
         seen = self._mirrored
         if seen and seen[0] is scale and seen[2] is tracker and (seen[1], seen[3]) == now[1::2]:
-            return self.state
-        host = _to_host(self.state)._replace(loss_scale=scale.item(), clean=int(tracker.item()))
-        if scale.device.type == "cpu" and not isinstance(self.state.step, Tensor):
-            self.state, self._mirrored = host, now
-        return host
+            return self._host
+        state = self._unpacked()._replace(loss_scale=scale.item(), clean=int(tracker.item()))
+        if self._packed is None and scale.device.type == "cpu":
+            self._host, self._mirrored = state, now
+        return state
 
     def clear_fault(self) -> None:
         """Forget a fault that somebody has acted on."""
-        fault = self.state.fault
-        self.state = self.state._replace(
-            fault=torch.zeros_like(fault) if isinstance(fault, Tensor) else 0
-        )
+        if self._packed is None:
+            self._host = self._host._replace(fault=0)
+        else:
+            self._packed[_HEAD.index("fault")].zero_()
+
+    def _unpacked(self) -> ScalerState:
+        if self._packed is None:
+            return self._host
+        values = self._packed.tolist()
+        head = dict(zip(_HEAD, values, strict=False))
+        return self._host._replace(**head, memory=tuple(values[len(_HEAD) :]))
 
     def _advance_on_device(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> Decision:
-        state = self.state
-        if not isinstance(state.step, Tensor):
-            state = _mapped(state, Ops(scale.device).typed)
-        old = state._replace(loss_scale=scale.clone(), clean=tracker)
+        if self._packed is None:
+            start = [*(getattr(self._host, name) for name in _HEAD), *self._host.memory]
+            constant = Ops(scale.device).c
+            self._packed = torch.stack([constant(value, "i32") for value in start])
+        parts = self._packed.unbind()
+        head = dict(zip(_HEAD, parts, strict=False))
+        memory = parts[len(_HEAD) :]
+        old = ScalerState(loss_scale=scale.clone(), clean=tracker, **head, memory=memory)
         new = self._transition(scale.device)(old, Signal(found_inf == 0.0))
+        made = decision(old, new)
+        self._packed.copy_(torch.stack([*(getattr(new, name) for name in _HEAD), *new.memory]))
         scale.copy_(new.loss_scale)
         tracker.copy_(new.clean)
-        self.state, self._mirrored = new, None
-        return decision(old, new)
+        self._mirrored = None
+        return made
 
     def _transition(self, device: torch.device | None) -> Transition:
         if device not in self._bound:
-            self._bound[device] = (
-                bind(self.rule) if device is None else bind(self.rule, Ops(device))
-            )
+            self._bound[device] = bind(self.rule, host if device is None else Ops(device))
         return self._bound[device]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"rule": self.rule, "state": _to_host(self.state)}
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__init__(saved["rule"])  # type: ignore[misc]
-        self.load(saved["state"])
-
-
-def _to_host(state: ScalerState) -> ScalerState:
-    if not isinstance(state.step, Tensor):
-        return state
-    return _mapped(state, lambda v: v.item())
-
-
-def _mapped(state: ScalerState, fn: Callable[[Any], Any]) -> ScalerState:
-    head = {name: fn(getattr(state, name)) for name in ScalerState._fields[:-1]}
-    return ScalerState(**head, memory=tuple(fn(m) for m in state.memory))

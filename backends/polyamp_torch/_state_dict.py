@@ -45,6 +45,9 @@ def export_state(rule: Rule, state: ScalerState) -> dict[str, Any]:
 def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerState]:
     """Rule and state out of a state_dict, torch's or ours.
 
+    Rule and state come from the sixth key if it is there, scale and count of clean steps always
+    from torch's.
+
     Args:
         saved: torch's five keys, or ours. Values may be Python numbers, numpy scalars or 0-d
             tensors.
@@ -58,16 +61,17 @@ def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerStat
         raise StateError(f"a state_dict is a dict, got {type(saved).__name__}")
     if len(saved) == 0:
         raise RuntimeError(
-            "The source state dict is empty, possibly because it was saved from a disabled instance"
-            " of GradScaler. Save while scaling is enabled, or disable this scaler too"
+            "this state_dict is empty, as that of a disabled GradScaler is. Save while scaling is"
+            " enabled, or disable this scaler too"
         )
-    if EXTRA in saved:
-        return scaler_from_dict(saved[EXTRA])
     missing = [key for key in _KEYS if key not in saved]
     if missing:
         raise StateError(f"scaler state_dict: missing {', '.join(missing)}; it has {list(saved)}")
     values = {key: _plain(saved[key]) for key in _KEYS}
-    if isinstance(rule, Dynamic):
+    state = rule.init()
+    if EXTRA in saved:
+        rule, state = scaler_from_dict(saved[EXTRA])
+    elif isinstance(rule, Dynamic):
         try:
             rule = replace(rule, **{key: values[key] for key in _RULE_KEYS})
         except RuleError as error:
@@ -75,7 +79,7 @@ def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerStat
     scale, clean = check_scale(values["scale"], rule), values["_growth_tracker"]
     if isinstance(clean, bool) or not isinstance(clean, int) or not -1 <= clean < 2**31:
         raise StateError(f"scaler state_dict: _growth_tracker must be an integer, got {clean!r}")
-    return rule, rule.init()._replace(loss_scale=scale, clean=clean)
+    return rule, state._replace(loss_scale=scale, clean=clean)
 
 
 def _plain(value: Any) -> Any:

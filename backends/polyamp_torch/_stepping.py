@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from polyamp._errors import StateError
-from polyamp_torch._grads import Gradients, combined, needs_host_decision, owned_grads
+from polyamp_torch._grads import Gradients, all_plain, combined, needs_host_decision, owned_grads
 from polyamp_torch._state import Keeper
 
 Tensor = torch.Tensor
@@ -66,13 +66,14 @@ class Stepping(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs or any(callable(a) for a in args):
             raise RuntimeError(
-                "Closure use is not currently supported if GradScaler is enabled: it would run"
-                " backward without the scale. Compute gradients first, then call step(optimizer)"
+                "step() takes no closure: it would run backward without the scale."
+                " Compute the gradients first, then call step(optimizer)"
             )
         if _is_fused(optimizer):
             return self._fused_step(optimizer, *args, **kwargs)
         result = super().step(optimizer, *args, **kwargs)
         record = self._per_optimizer_states[id(optimizer)]
+        self._gradients.settle(owned_grads(optimizer, fp16=True))
         if "skipped" not in record:  # a subclass, or the optimizer, decided in its own way
             flags = list(record["found_inf_per_device"].values())
             self._results[optimizer] = combined(flags, flags[0].device) if flags else None
@@ -91,10 +92,10 @@ class Stepping(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         record = self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError("stepped already: call update() before the next step()")
         ready = record["stage"] is OptState.READY
         grads = owned_grads(optimizer, fp16=True)
-        if ready and (self._gradients.any_done(grads) or any(type(g) is not Tensor for g in grads)):
+        if ready and (self._gradients.any_done(grads) or not all_plain(grads)):
             start = combined(record["found_inf_per_device"].values(), scale.device)
             record["found_inf_per_device"] = self._unscale_grads_(
                 optimizer, _inverse(scale), start, True
@@ -113,8 +114,9 @@ class Stepping(torch.amp.GradScaler):
         result = _step_with(optimizer, own, found_inf, args, kwargs)
         record["stage"] = OptState.STEPPED
         self._results[optimizer] = found_inf
-        if ready:
+        if ready and _writes_back(optimizer):
             self._gradients.mark(grads, found_inf)
+        self._gradients.settle(grads)
         return result
 
     def step_all(self, optimizers: Iterable[Optimizer]) -> list[Any]:
@@ -141,11 +143,14 @@ class Stepping(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step_all")
         records = [self._per_optimizer_states[id(o)] for o in together]
         if any(record["stage"] is OptState.STEPPED for record in records):
-            raise RuntimeError("step() has already been called since the last update().")
+            raise RuntimeError("stepped already: call update() before the next step()")
         for optimizer, record in zip(together, records, strict=True):
-            if record["stage"] is OptState.READY:
-                fused = _is_fused(optimizer)
-                self._check_inf_per_device(optimizer) if fused else self.unscale_(optimizer)
+            if record["stage"] is not OptState.READY:
+                continue
+            if _is_fused(optimizer) and all_plain(owned_grads(optimizer, fp16=True)):
+                self._check_inf_per_device(optimizer)
+            else:
+                self.unscale_(optimizer)
         flags = [f for record in records for f in record["found_inf_per_device"].values()]
         agreed = combined(flags, scale.device)
         for record in records:
@@ -176,7 +181,14 @@ class Stepping(torch.amp.GradScaler):
 
 
 def _inverse(scale: Tensor) -> Tensor:
+    if scale.device.type == "mps":  # which has no float64
+        return scale.reciprocal()
     return scale.double().reciprocal().float()
+
+
+def _writes_back(optimizer: Optimizer) -> bool:
+    """Whether a fused step leaves the gradients unscaled, as torch's own kernels do."""
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
@@ -190,9 +202,14 @@ def _step_with(
     optimizer: Optimizer, grad_scale: Any, found_inf: Tensor, args: Any, kwargs: Any
 ) -> Any:
     """Step with the two attributes fused kernels read, and always take them away again."""
+    own, done = vars(optimizer).get("grad_scale"), False
     optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     try:
-        return optimizer.step(*args, **kwargs)
+        result = optimizer.step(*args, **kwargs)
+        done = True
+        return result
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        if own is not None and not done:
+            optimizer.grad_scale = own  # type: ignore[attr-defined]

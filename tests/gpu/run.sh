@@ -1,16 +1,25 @@
 #!/usr/bin/env bash
 # Everything that needs an accelerator, in one call, from the repository root:
 #   bash tests/gpu/run.sh [FOLDER FOR THE REPORTS]
-# Uses the Python on PATH with torch installed and this tree on its path; needs no installation.
+# Needs python3 with torch, and from the extras demo and test: rich, scikit-learn, pytest, hypothesis.
+# polyamp itself need not be installed: this tree goes on the path, its entry points with it.
 # Without an accelerator the tests skip and the benchmarks measure the CPU.
-set -u
-out=${1:-${OUT:-.}}
-export PYTHONPATH="$PWD:$PWD/backends${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+set -uo pipefail
+out=${1:-.}
+entry=$(mktemp -d)
+trap 'rm -rf "$entry"' EXIT
+mkdir "$entry/polyamp-0.dist-info"
+printf 'Metadata-Version: 2.1\nName: polyamp\nVersion: 0\n' >"$entry/polyamp-0.dist-info/METADATA"
+python3 - >"$entry/polyamp-0.dist-info/entry_points.txt" <<'PY'
+import tomllib
+
+points = tomllib.load(open("pyproject.toml", "rb"))["project"]["entry-points"]["polyamp.backends"]
+print("[polyamp.backends]", *(f"{name} = {module}" for name, module in points.items()), sep="\n")
+PY
+export PYTHONPATH="$PWD:$PWD/backends:$entry${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 status=0
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator")'
-python3 -m pytest -q -m gpu tests/gpu -p no:cacheprovider 2>&1 | tee "$out/gpu-tests.txt" || status=1
-[ "${PIPESTATUS[0]}" = 0 ] || status=1
-python3 -m polyamp.cli bench torch-step --json >"$out/torch-step.json" || status=1
-python3 -m polyamp.cli demo --json >"$out/demo.json" || status=1
-cat "$out/torch-step.json" "$out/demo.json"
+python3 -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" || status=1
+python3 -m polyamp.cli bench torch-step --json | tee "$out/torch-step.json" || status=1
+python3 -m polyamp.cli demo --json | tee "$out/demo.json" || status=1
 exit $status

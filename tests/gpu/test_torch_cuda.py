@@ -88,3 +88,53 @@ def test_one_hidden_nan_is_found(kind: str, shape: tuple[int, ...]) -> None:
     scaler.update()
     assert not scaler.applied(optimizer)
     assert bool((param == 1.0).all())
+
+
+def test_parameters_on_two_devices_share_one_decision() -> None:
+    here, there = (torch.nn.Parameter(torch.ones(4, device=d)) for d in ("cpu", "cuda"))
+    optimizer = torch.optim.SGD([here, there], lr=1.0)
+    scaler = amp.GradScaler("cuda", init_scale=4.0)
+    for bad in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(here.sum().cuda() + there.sum()).backward()
+        if bad:
+            there.grad[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert here.tolist() == there.tolist() == [0.0] * 4
+
+
+def test_fused_momentum_survives_an_overflow_on_its_first_step() -> None:
+    param = torch.nn.Parameter(torch.zeros(8, device="cuda"))
+    optimizer = torch.optim.SGD([param], lr=1.0, momentum=0.9, dampening=0.5, fused=True)
+    scaler = amp.GradScaler("cuda")
+    for overflow in (True, False, False):
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * (float("inf") if overflow else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    torch.testing.assert_close(param.detach().cpu(), torch.full((8,), -1.0 - 1.4))
+
+
+def test_a_captured_update_goes_on() -> None:
+    scaler = amp.GradScaler("cuda", rule=RULES["megatron"])
+    param = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = torch.optim.Adam([param], lr=0.1, fused=True, capturable=True)
+    param.grad = torch.full_like(param, float("inf"))
+    scaler.scale(param.sum())
+
+    def iteration() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        iteration()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration()
+    for _ in range(2):
+        graph.replay()
+    assert (scaler.state.skipped, scaler.state.loss_scale) == (3, 64.0)
