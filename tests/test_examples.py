@@ -1,0 +1,25 @@
+"""Every example runs for a few steps."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
+def test_torch_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="the example is about PyTorch")
+    runpy.run_path(str(EXAMPLES / "torch_resume.py"))["main"](40)
+    scale, equal = capsys.readouterr().out.splitlines()
+    assert "of 40 steps skipped" in scale
+    assert int(scale.split()[2]) > 0
+    assert equal.endswith("True")
+
+
+def test_every_example_is_tested() -> None:
+    source = Path(__file__).read_text()
+    assert [p.name for p in EXAMPLES.glob("*.py") if p.name not in source] == []
