@@ -156,6 +156,10 @@ def check_header(data: Any, kind: str) -> dict[str, Any]:
             f"not a saved polyamp {kind}: the key 'polyamp' (format version) is missing"
         )
     version = values.pop("polyamp")
+    if isinstance(version, Mapping):
+        raise StateError(
+            f"this is a state_dict, not a saved {kind} of to_dict(): load it with load_state_dict()"
+        )
     if isinstance(version, bool) or version != VERSION:
         raise StateError(
             f"format version {version!r} is not known; this polyamp reads version {VERSION}."

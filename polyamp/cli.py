@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
         ("demo", demo, "train real models in fp32, fp16 and bf16 and compare"),
         ("bench", bench, "measure polyamp beside what it replaces"),
     ):
-        command = commands.add_parser(name, help=text, description=module.__doc__)
+        command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     formats = commands.add_parser("formats", help="print the number formats")

@@ -10,7 +10,7 @@ from polyamp_torch._ops import devices as devices
 from polyamp_torch._ops import select as select
 from polyamp_torch._ops import xp as xp
 from polyamp_torch._scaler import GradScaler as GradScaler
-from polyamp_torch._scaler import lr_step as lr_step
+from polyamp_torch._schedule import lr_step as lr_step
 from polyamp_torch._toy import toy_step as toy_step
 
 NAME = "torch"

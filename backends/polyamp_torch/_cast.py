@@ -96,8 +96,8 @@ def autocast(policy: Policy | str, device_type: str | None = None) -> torch.auto
 
     Args:
         policy: a Policy or any string `Policy.parse` knows. Its compute_dtype must be float16,
-            bfloat16 or float32; float32 switches an outer autocast off. Parameters and outputs
-            keep their dtypes: a region casts operations, not tensors.
+            bfloat16 or float32 (which switches an outer autocast off), its param_dtype float32. A
+            region casts operations, not tensors: outputs have the dtype of the last operation.
         device_type: "cuda", "cpu" or another device type of torch; by default "cuda" where there
             is one, else "cpu".
 
@@ -110,8 +110,13 @@ def autocast(policy: Policy | str, device_type: str | None = None) -> torch.auto
     Under torch.compile enter it inside the compiled function: an outer one lets eager and compiled
     gradients differ.
     """
+    if isinstance(policy, str) and policy in ("cuda", "cpu"):
+        raise PolicyError(
+            f"amp.autocast takes the policy first and the device second, got {policy!r} as policy;"
+            f' write autocast("fp16", {policy!r}) for torch.autocast({policy!r}, torch.float16)'
+        )
     chosen = parse_policy(policy)
-    require_supported(chosen, "torch.autocast", compute=_AUTOCAST)
+    require_supported(chosen, "torch.autocast", param=("float32",), compute=_AUTOCAST)
     low = chosen.compute_dtype != "float32"
     return torch.autocast(
         device_type or default_device_type(),

@@ -20,6 +20,7 @@ from polyamp._presets import like, resolve_rule
 from polyamp._scaling import Rule
 from polyamp._state import Decision, ScalerState, raise_on_fault, warn_on_skip
 from polyamp._xp import F32_MAX
+from polyamp_torch._cast import default_device_type
 from polyamp_torch._grads import Gradients, combined, scaled
 from polyamp_torch._state import Keeper
 from polyamp_torch._state_dict import export_state, import_state
@@ -54,7 +55,7 @@ class GradScaler(Stepping):
         rule: a `polyamp.Rule` or the name of a system ("megatron", "deepspeed-zero", ...) in place
             of the four numbers.
         policy: a Policy or policy string; scaling is off where it needs none (bfloat16, float32),
-            unless `rule` asks for it.
+            unless `rule` asks for it. Otherwise `enabled` decides.
         min_scale, max_scale, hysteresis: as in `polyamp.Dynamic`, beside the four numbers.
 
     Raises:
@@ -289,12 +290,15 @@ class GradScaler(Stepping):
         """The state as torch's five keys, {} if disabled.
 
         A sixth key, "polyamp", holds rule and state in portable form, only where torch's keys do
-        not say everything that later decisions depend on. torch's GradScaler loads either.
+        not say everything that later decisions depend on. Without it the counters of `state` start
+        again at 0 when loaded. torch's GradScaler loads either.
         """
         return export_state(self._keeper.rule, self.state) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state_dict of torch's GradScaler or of this one; no-op if disabled.
+
+        The portable form of `to_dict` is taken too.
 
         Rule parameters come with it, as in torch. A scale of 0 is lifted to the floor, with a
         warning.
@@ -315,16 +319,23 @@ class GradScaler(Stepping):
             self._growth_tracker.fill_(state.clean)
 
     def to_dict(self) -> dict[str, Any]:
-        """Rule and state in polyamp's portable JSON form, for any framework."""
-        return scaler_to_dict(self._keeper.rule, self.state)
+        """Rule and state, counters included, in polyamp's portable JSON form; {} if disabled."""
+        return scaler_to_dict(self._keeper.rule, self.state) if self._enabled else {}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], device: str = "cuda") -> GradScaler:
-        """A scaler that goes on from `to_dict` of any framework.
+    def from_dict(cls, data: Mapping[str, Any], device: str | None = None) -> GradScaler:
+        """A new scaler that goes on from `to_dict` of any framework.
+
+        Args:
+            data: what `to_dict` gave; that of a disabled scaler makes a disabled one.
+            device: as in the constructor; by default "cuda" where there is one, else "cpu".
 
         Raises:
             StateError: `data` is not a saved scaler.
         """
+        device = device or default_device_type()
+        if isinstance(data, Mapping) and not data:
+            return cls(device, enabled=False)
         rule, state = scaler_from_dict(data)
         scaler = cls(device, rule=rule)
         if scaler._enabled:
@@ -374,25 +385,3 @@ def _rule_from(rule: Rule | str | None, given: dict[str, Any]) -> Rule:
     if chosen.wants_amax:
         raise RuleError(f"GradScaler does not measure amax, which {chosen!r} needs")
     return chosen
-
-
-def lr_step(scheduler: Any, scaler: GradScaler, *args: Any) -> bool:
-    """Step a learning-rate scheduler unless its optimizer's last step was skipped.
-
-    Call it once an iteration, after `scaler.update()`. After a fused step on an accelerator it
-    waits for that step.
-
-    Args:
-        scheduler: a torch scheduler; its `optimizer` must have been stepped through `scaler`.
-        *args: passed on to `scheduler.step` (ReduceLROnPlateau's metric).
-
-    Returns:
-        Whether the scheduler was stepped.
-
-    Raises:
-        StateError: the optimizer was not stepped through `scaler`.
-    """
-    applied = scaler.applied(scheduler.optimizer)
-    if applied:
-        scheduler.step(*args)
-    return applied

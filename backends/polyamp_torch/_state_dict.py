@@ -49,8 +49,8 @@ def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerStat
     from torch's.
 
     Args:
-        saved: torch's five keys, or ours. Values may be Python numbers, numpy scalars or 0-d
-            tensors.
+        saved: torch's five keys, or ours, or the portable form of `to_dict`. Values may be Python
+            numbers, numpy scalars or 0-d tensors.
         rule: the rule in force, which torch's keys change in three parameters.
 
     Raises:
@@ -64,6 +64,8 @@ def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerStat
             "this state_dict is empty, as that of a disabled GradScaler is. Save while scaling is"
             " enabled, or disable this scaler too"
         )
+    if saved.get("kind") == "scaler":
+        return scaler_from_dict(saved)
     missing = [key for key in _KEYS if key not in saved]
     if missing:
         raise StateError(f"scaler state_dict: missing {', '.join(missing)}; it has {list(saved)}")

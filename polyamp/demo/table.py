@@ -99,7 +99,8 @@ def difference_text(task: Task, value: float | None) -> str:
     """A difference of two metrics with its sign: percentage points for accuracies, else bits."""
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{100 * value:+.2f}" if task.metric == "accuracy" else f"{value:+.3f}"
+    size, digits = (100 * value, 2) if task.metric == "accuracy" else (value, 3)
+    return f"{round(size, digits) + 0.0:+.{digits}f}"
 
 
 def lines_under(rows: Sequence[Row]) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch_scaler_cases import OPTIMIZERS, HostReads, backward, iterate, make_scaler, parameter
 
 import polyamp
+import polyamp.torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
 both_kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -166,3 +167,25 @@ class TestConfiguration:
             scaler.step(optimizer, nonsense=1)
         assert optimizer.grad_scale.item() == 2.0
         assert not hasattr(optimizer, "found_inf")
+
+    def test_a_disabled_scaler_saves_as_nothing_and_comes_back_disabled(self):
+        saved = make_scaler("host", policy="bf16-mixed").to_dict()
+        assert saved == {}
+        assert polyamp.torch.GradScaler.from_dict(saved).is_enabled() is False
+
+    def test_the_two_saved_forms_are_told_apart(self, make):
+        scaler = make(rule="megatron", hysteresis=None)
+        with pytest.raises(polyamp.StateError, match="load_state_dict"):
+            polyamp.torch.GradScaler.from_dict(scaler.state_dict())
+        other = make()
+        other.load_state_dict(scaler.to_dict())
+        assert (other.rule, other.state) == (scaler.rule, scaler.state)
+
+    def test_lr_step_needs_our_scaler(self):
+        with pytest.raises(polyamp.StateError, match="got str"):
+            polyamp.torch.lr_step(None, "scaler")
+
+    @pytest.mark.parametrize("wrong", ["cuda", "O3", "16-true", "O2", "params=float64"])
+    def test_autocast_refuses_what_a_region_cannot_do(self, wrong):
+        with pytest.raises(polyamp.PolicyError):
+            polyamp.torch.autocast(wrong, "cpu")
