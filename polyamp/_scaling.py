@@ -15,6 +15,7 @@ its part. Parity with a native kernel holds for factors that float32 represents 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -136,9 +137,10 @@ def check_number(rule: Rule, name: str, low: float, high: float, why: str) -> No
     known = isinstance(value, Real) and not isinstance(value, bool)
     if not known:
         raise RuleError(f"{type(rule).__name__}: {name} must be a number, got {value!r}")
-    if not low <= value <= high:
+    number = math.inf if value > F32_MAX else float(value)
+    if not low <= number <= high:
         raise RuleError(f"{type(rule).__name__}: {name} must be {why}, got {value!r}")
-    object.__setattr__(rule, name, float(value))
+    object.__setattr__(rule, name, number)
 
 
 def check_count(rule: Rule, name: str, low: int) -> None:

@@ -114,11 +114,21 @@ def raise_on_fault(state: ScalerState, module: str | None = None) -> None:
     where = f" First bad module: {module}." if module else ""
     raise ScaleFloorError(
         f"Gradients keep overflowing: {what} (scale {scale:g}, {row} steps skipped in a row)."
-        f"{where} Nothing was written to the parameters. Look for NaN or infinity in the data and"
-        " the forward pass, lower the learning rate, or train the model in bfloat16 or float32.",
+        f"{where} A skipped step writes nothing to the parameters. Look for NaN or infinity in the"
+        " data and the forward pass, lower the learning rate, or train in bfloat16 or float32.",
         loss_scale=scale,
         skipped_in_a_row=row,
         module=module,
+    )
+
+
+def warn_of_skips(count: int, scale: float, *, stacklevel: int = 2) -> None:
+    """Warn (`SkippedStepWarning`) that `count` steps were skipped since somebody last looked."""
+    warnings.warn(
+        f"{count} steps were skipped since the last look: a gradient or the loss was not finite"
+        f" (loss scale now {scale:g})",
+        SkippedStepWarning,
+        stacklevel=stacklevel + 1,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -35,12 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 fine, 1 a limit was missed, 2 a user's error."""
     args = parser().parse_args(arguments)
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        sys.stdout.flush()
+        return status
     except PolyampError as error:
         print(f"polyamp {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return 0
 
 
 def _formats(args: argparse.Namespace) -> int:

@@ -119,7 +119,7 @@ def autocast(policy: Policy | str, device_type: str | None = None) -> torch.auto
     require_supported(chosen, "torch.autocast", param=("float32",), compute=_AUTOCAST)
     low = chosen.compute_dtype != "float32"
     return torch.autocast(
-        device_type or default_device_type(),
+        torch.device(device_type).type if device_type else default_device_type(),
         dtype=dtype_of(chosen.compute_dtype) if low else None,
         enabled=low,
     )

@@ -16,6 +16,16 @@ from polyamp_torch._inspect import amaxes, dense, judge
 Tensor = torch.Tensor
 PerDevice = dict[torch.device, Tensor]
 
+_HALF = (torch.float16, torch.complex32)
+_KNOWN = (
+    *_HALF,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
 
 class Gradients:
     """Which gradients of this iteration are unscaled already.
@@ -46,12 +56,12 @@ class Gradients:
         for grad in grads:
             known, found_inf, _ = self._done.get(id(grad), (None, None, None))
             if known is not None and known is weakref.ref(grad):
-                self._done[id(grad)] = (known, found_inf, grad._version)
+                self._done[id(grad)] = (known, found_inf, _version(grad))
 
     def is_done(self, grad: Tensor) -> bool:
         """Whether `grad` is unscaled. Waits for the device only after a fused step shared it."""
         known, found_inf, version = self._done.get(id(grad), (None, None, None))
-        if known is not weakref.ref(grad) or version not in (None, grad._version):
+        if known is not weakref.ref(grad) or version not in (None, _version(grad)):
             return False
         return found_inf is None or not found_inf.item()
 
@@ -82,18 +92,19 @@ class Gradients:
         todo: dict[torch.device, dict[tuple[torch.dtype, bool], list[Tensor]]]
         todo = defaultdict(lambda: defaultdict(list))
         for grad in grads:
-            value = dense(grad)
-            todo[value.device][value.dtype, bool(self._done) and self.is_done(grad)].append(value)
+            done = bool(self._done) and self.is_done(grad)
+            todo[grad.device][grad.dtype, done].append(grad)
         flags: PerDevice = {}
         for device, groups in todo.items():
             flag = flags[device] = found_inf.to(device, copy=True, non_blocking=True)
             by = inverse.to(device, non_blocking=True)
             one = torch.ones_like(by)
-            for (_, done), values in groups.items():
+            for (_, done), group in groups.items():
+                values = [dense(grad) for grad in group]
                 torch._amp_foreach_non_finite_check_and_unscale_(values, flag, one if done else by)
                 if twice and not done:
                     torch._amp_foreach_non_finite_check_and_unscale_(values, flag, one)
-        self.mark(grads)
+                self.mark(group)
         return flags
 
     @torch.no_grad()
@@ -116,6 +127,11 @@ class Gradients:
         return flags
 
 
+def _version(grad: Tensor) -> int:
+    """The count of in-place changes, which inference tensors do not keep."""
+    return 0 if grad.is_inference() else grad._version
+
+
 def owned_grads(optimizer: Optimizer, fp16: bool) -> list[Tensor]:
     """The optimizer's gradients, None left out.
 
@@ -123,13 +139,15 @@ def owned_grads(optimizer: Optimizer, fp16: bool) -> list[Tensor]:
 
     Raises:
         AssertionError: a parameter is not a tensor (as torch).
-        ValueError: a float16 gradient where `fp16` is false.
+        ValueError: a float16 gradient where `fp16` is false, or one of another dtype (float8).
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for param in params:
         if not isinstance(param, Tensor):
             raise AssertionError(f"a parameter must be a torch.Tensor, got {type(param).__name__}")
-        if not fp16 and param.grad is not None and param.grad.dtype == torch.float16:
+        if param.grad is not None and param.grad.dtype not in _KNOWN:
+            raise ValueError(f"gradients of dtype {param.grad.dtype} cannot be unscaled")
+        if not fp16 and param.grad is not None and param.grad.dtype in _HALF:
             raise ValueError(
                 "float16 gradients cannot be unscaled in place: the result may be below float16's"
                 " range. Keep float32 parameters and run the forward pass under autocast"

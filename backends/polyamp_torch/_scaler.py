@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import defaultdict
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from torch.optim import Optimizer
 
 from polyamp._dynamic import Dynamic
 from polyamp._errors import RuleError
@@ -18,7 +17,7 @@ from polyamp._interchange import scaler_from_dict, scaler_to_dict
 from polyamp._policy import Policy, parse_policy
 from polyamp._presets import like, resolve_rule
 from polyamp._scaling import Rule
-from polyamp._state import Decision, ScalerState, raise_on_fault, warn_on_skip
+from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
 from polyamp._xp import F32_MAX
 from polyamp_torch._cast import default_device_type
 from polyamp_torch._grads import Gradients, combined, scaled
@@ -29,6 +28,14 @@ from polyamp_torch._stepping import Stepping
 Tensor = torch.Tensor
 
 _TORCH = like("torch")
+
+
+class _Float(float):
+    """A default that is told from the same number given."""
+
+
+class _Int(int):
+    """A default that is told from the same number given."""
 
 
 class GradScaler(Stepping):
@@ -66,10 +73,10 @@ class GradScaler(Stepping):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
+        init_scale: float = _Float(2.0**16),
+        growth_factor: float = _Float(2.0),
+        backoff_factor: float = _Float(0.5),
+        growth_interval: int = _Int(2000),
         enabled: bool = True,
         *,
         rule: Rule | str | None = None,
@@ -83,18 +90,19 @@ class GradScaler(Stepping):
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": _whole(growth_interval),
-            "min_scale": _TORCH.min_scale if min_scale is None else min_scale,
-            "max_scale": _TORCH.max_scale if max_scale is None else max_scale,
-            "hysteresis": _TORCH.hysteresis if hysteresis is None else hysteresis,
+            "min_scale": min_scale,
+            "max_scale": max_scale,
+            "hysteresis": hysteresis,
         }
+        given = {k: v for k, v in given.items() if not isinstance(v, (_Float, _Int, type(None)))}
         if policy is not None and not parse_policy(policy).needs_scaling and rule is None:
             enabled = False
         self._keeper = Keeper(_rule_from(rule, given) if enabled else _TORCH)
         self._force_device_mode = False
-        self._known_row = self._reported = 0
+        self._known_row = self._told = 0
         self._last_decision: Decision | None = None
         self._gradients = Gradients()
-        self._results: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._results = {}
         self._constructed = False
         super().__init__(device, self._keeper.rule.init_scale, enabled=enabled)
         self._constructed = True
@@ -156,7 +164,6 @@ class GradScaler(Stepping):
         """
         if not self._enabled:
             return outputs
-        self._gradients.clear()
         copies: dict[torch.device, Tensor] = {}
 
         def scale_on(device: torch.device) -> Tensor:
@@ -169,7 +176,9 @@ class GradScaler(Stepping):
                 )
             return copies[device]
 
-        return scaled(outputs, scale_on)
+        result = scaled(outputs, scale_on)
+        self._gradients.clear()
+        return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Take the iteration's one decision: grow, keep or cut the scale.
@@ -224,8 +233,9 @@ class GradScaler(Stepping):
             usable = torch.isfinite(value) & (value > 0)
             scale.copy_(torch.where(usable, value.clamp(min=floor), scale))
             return
-        if isinstance(new, bool) or not isinstance(new, (int, float)):
+        if isinstance(new, bool) or not isinstance(new, Real):
             raise RuleError(f"new_scale must be a number or a tensor, got {new!r}")
+        new = float(new) if new <= F32_MAX else new
         if not 0.0 < new <= F32_MAX:
             raise RuleError(f"new_scale must be positive and finite in float32, got {new!r}")
         scale.fill_(max(float(new), floor))
@@ -234,14 +244,17 @@ class GradScaler(Stepping):
         if state.fault:
             self._keeper.clear_fault()
             raise_on_fault(state)
-        if state.step != self._reported:
-            self._reported = state.step
+        fresh, self._told = state.skipped - self._told, state.skipped
+        if fresh > 1:  # several since the last look, on a device
+            warn_of_skips(fresh, state.loss_scale, stacklevel=stacklevel + 1)
+        elif fresh == 1:
             warn_on_skip(state.skipped_in_a_row, state.loss_scale, stacklevel=stacklevel + 1)
 
     def _warn_of_known_skips(self, records: list[dict[str, Any]]) -> None:
         known = [record["skipped"] for record in records if "skipped" in record]
         if known:
             self._known_row = self._known_row + 1 if any(known) else 0
+            self._told += any(known)
             warn_on_skip(self._known_row, stacklevel=3)
 
     def check(self) -> None:
@@ -313,6 +326,7 @@ class GradScaler(Stepping):
     def _go_on(self, rule: Rule, state: ScalerState) -> None:
         self._keeper.use_rule(rule)
         self._keeper.load(state)
+        self._told, self._known_row = state.skipped, state.skipped_in_a_row
         self._init_scale, self._init_growth_tracker = state.loss_scale, state.clean
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(state.loss_scale)
@@ -364,22 +378,24 @@ class GradScaler(Stepping):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._gradients, self._results = Gradients(), weakref.WeakKeyDictionary()
+        self._gradients, self._results = Gradients(), {}
 
 
 def _whole(value: Any) -> Any:
-    """torch takes 2000.0 for a growth interval; the rule wants 2000."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """torch takes 2000.0 for a growth interval, and 10**12 for never; the rule wants an int32."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return min(value, 2**31 - 1) if type(value) is int else value
 
 
 def _rule_from(rule: Rule | str | None, given: dict[str, Any]) -> Rule:
     if rule is None:
         return like("torch", **given)
-    changed = [name for name, value in given.items() if value != getattr(_TORCH, name)]
-    if changed:
+    if given:
+        first, value = next(iter(given.items()))
         raise RuleError(
-            f"give either rule= or {', '.join(changed)}, not both; a rule takes them itself, as in"
-            f' Dynamic.like("megatron", {changed[0]}={given[changed[0]]!r})'
+            f"give either rule= or {', '.join(given)}, not both; a rule takes them itself, as in"
+            f' Dynamic.like("megatron", {first}={value!r})'
         )
     chosen = resolve_rule(rule)
     if chosen.wants_amax:

@@ -34,7 +34,6 @@ class Keeper:
         self._host = rule.init()
         self._packed: Tensor | None = None
         self._bound: dict[torch.device | None, Transition] = {}
-        self._mirrored: tuple[Tensor, int, Tensor, int] | None = None
 
     def use_rule(self, rule: Rule) -> None:
         """Go on under another rule with the same kind of memory."""
@@ -43,7 +42,7 @@ class Keeper:
 
     def load(self, state: ScalerState) -> None:
         """Go on from `state`, in Python numbers; the tensors are the caller's to fill."""
-        self._host, self._packed, self._mirrored = state, None, None
+        self._host, self._packed = state, None
 
     def advance(self, scale: Tensor, tracker: Tensor, found_inf: Tensor, device: bool) -> Decision:
         """One transition, written to both tensors in place.
@@ -64,7 +63,6 @@ class Keeper:
         if new.loss_scale != old.loss_scale:
             scale.fill_(new.loss_scale)
         tracker.fill_(new.clean)
-        self._mirrored = (scale, scale._version, tracker, tracker._version)
         return decision(old, new)
 
     def read(self, scale: Tensor | None, tracker: Tensor | None) -> ScalerState:
@@ -74,14 +72,7 @@ class Keeper:
         """
         if scale is None or tracker is None:
             return self._host
-        now = (scale, scale._version, tracker, tracker._version)
-        seen = self._mirrored
-        if seen and seen[0] is scale and seen[2] is tracker and (seen[1], seen[3]) == now[1::2]:
-            return self._host
-        state = self._unpacked()._replace(loss_scale=scale.item(), clean=int(tracker.item()))
-        if self._packed is None and scale.device.type == "cpu":
-            self._host, self._mirrored = state, now
-        return state
+        return self._unpacked()._replace(loss_scale=scale.item(), clean=int(tracker.item()))
 
     def clear_fault(self) -> None:
         """Forget a fault that somebody has acted on."""
@@ -101,7 +92,8 @@ class Keeper:
         if self._packed is None:
             start = [*(getattr(self._host, name) for name in _HEAD), *self._host.memory]
             constant = Ops(scale.device).c
-            self._packed = torch.stack([constant(value, "i32") for value in start])
+            with torch.inference_mode(False):
+                self._packed = torch.stack([constant(value, "i32") for value in start])
         parts = self._packed.unbind()
         head = dict(zip(_HEAD, parts, strict=False))
         memory = parts[len(_HEAD) :]
@@ -111,7 +103,6 @@ class Keeper:
         self._packed.copy_(torch.stack([*(getattr(new, name) for name in _HEAD), *new.memory]))
         scale.copy_(new.loss_scale)
         tracker.copy_(new.clean)
-        self._mirrored = None
         return made
 
     def _transition(self, device: torch.device | None) -> Transition:

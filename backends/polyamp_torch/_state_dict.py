@@ -79,8 +79,11 @@ def import_state(saved: Mapping[str, Any], rule: Rule) -> tuple[Rule, ScalerStat
         except RuleError as error:
             raise StateError(f"scaler state_dict: {error}") from error
     scale, clean = check_scale(values["scale"], rule), values["_growth_tracker"]
-    if isinstance(clean, bool) or not isinstance(clean, int) or not -1 <= clean < 2**31:
-        raise StateError(f"scaler state_dict: _growth_tracker must be an integer, got {clean!r}")
+    lowest = min(rule.init().clean, 0)
+    if isinstance(clean, bool) or not isinstance(clean, int) or not lowest <= clean < 2**31:
+        raise StateError(
+            f"scaler state_dict: _growth_tracker must be an integer from {lowest} on, got {clean!r}"
+        )
     return rule, state._replace(loss_scale=scale, clean=clean)
 
 

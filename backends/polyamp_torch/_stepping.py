@@ -23,7 +23,7 @@ class Stepping(torch.amp.GradScaler):
 
     _keeper: Keeper
     _gradients: Gradients
-    _results: weakref.WeakKeyDictionary[Optimizer, Any]
+    _results: dict[int, tuple[Any, Any]]
     _force_device_mode: bool
 
     def _on_device(self, tensor: Tensor) -> bool:
@@ -69,14 +69,19 @@ class Stepping(torch.amp.GradScaler):
                 "step() takes no closure: it would run backward without the scale."
                 " Compute the gradients first, then call step(optimizer)"
             )
-        if _is_fused(optimizer):
-            return self._fused_step(optimizer, *args, **kwargs)
-        result = super().step(optimizer, *args, **kwargs)
         record = self._per_optimizer_states[id(optimizer)]
+        try:
+            if _is_fused(optimizer):
+                return self._fused_step(optimizer, *args, **kwargs)
+            result = super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            if record["stage"] is OptState.UNSCALED:  # its gradients are marked: not twice
+                record["stage"] = OptState.READY
+            raise
         self._gradients.settle(owned_grads(optimizer, fp16=True))
         if "skipped" not in record:  # a subclass, or the optimizer, decided in its own way
             flags = list(record["found_inf_per_device"].values())
-            self._results[optimizer] = combined(flags, flags[0].device) if flags else None
+            self._remember(optimizer, combined(flags, flags[0].device) if flags else None)
         return result
 
     def _maybe_opt_step(
@@ -85,7 +90,8 @@ class Stepping(torch.amp.GradScaler):
         flags = list(optimizer_state["found_inf_per_device"].values())
         bad = combined(flags, flags[0].device).item() != 0.0
         result = None if bad else optimizer.step(*args, **kwargs)
-        self._results[optimizer], optimizer_state["skipped"] = not bad, bad
+        self._remember(optimizer, not bad)
+        optimizer_state["skipped"] = bad
         return result
 
     def _fused_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -106,14 +112,14 @@ class Stepping(torch.amp.GradScaler):
         found_inf = combined(record["found_inf_per_device"].values(), scale.device)
         if needs_host_decision(optimizer) and found_inf.item():
             record["stage"] = OptState.STEPPED
-            self._results[optimizer] = False
+            self._remember(optimizer, False)
             return None
         own = getattr(optimizer, "grad_scale", None)
         if ready:
             own = scale.clone() if own is None else scale * own
         result = _step_with(optimizer, own, found_inf, args, kwargs)
         record["stage"] = OptState.STEPPED
-        self._results[optimizer] = found_inf
+        self._remember(optimizer, found_inf)
         if ready and _writes_back(optimizer):
             self._gradients.mark(grads, found_inf)
         self._gradients.settle(grads)
@@ -132,7 +138,7 @@ class Stepping(torch.amp.GradScaler):
             StateError: an optimizer is listed twice, or none is.
             RuntimeError, AssertionError, ValueError: as `step`, before anything is stepped.
         """
-        together = list(optimizers)
+        together = list(optimizers) if isinstance(optimizers, Iterable) else []
         if not together or len({id(o) for o in together}) != len(together):
             raise StateError(
                 f"step_all() needs one or more distinct optimizers, got {len(together)} with"
@@ -169,15 +175,28 @@ class Stepping(torch.amp.GradScaler):
         """
         if not self._enabled:
             return True
-        result = self._results.get(optimizer)
-        if result is None:
+        known, result = self._results.get(id(optimizer), (None, None))
+        if result is None or known != _reference(optimizer):
             raise StateError(
                 "applied() knows nothing of this optimizer: call scaler.step(optimizer) first. (One"
                 " whose step takes grad_scaler= and never unscales through it stays unknown.)"
             )
         if isinstance(result, Tensor):
-            result = self._results[optimizer] = not result.item()
+            result = not result.item()
+            self._remember(optimizer, result)
         return bool(result)
+
+    def _remember(self, optimizer: Optimizer, result: Any) -> None:
+        """Whether the step was applied: a bool, a found_inf flag, or None where nobody knows."""
+        self._results[id(optimizer)] = (_reference(optimizer), result)
+
+
+def _reference(optimizer: Any) -> Any:
+    """What tells an optimizer from a later one with the same id, if anything does."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return type(optimizer)
 
 
 def _inverse(scale: Tensor) -> Tensor:
@@ -202,10 +221,10 @@ def _step_with(
     optimizer: Optimizer, grad_scale: Any, found_inf: Tensor, args: Any, kwargs: Any
 ) -> Any:
     """Step with the two attributes fused kernels read, and always take them away again."""
-    own, done = vars(optimizer).get("grad_scale"), False
-    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    own, done = getattr(optimizer, "grad_scale", None), False
     try:
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         result = optimizer.step(*args, **kwargs)
         done = True
         return result
