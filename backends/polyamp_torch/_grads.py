@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +15,21 @@ from polyamp_torch._inspect import amaxes, dense, judge
 Tensor = torch.Tensor
 PerDevice = dict[torch.device, Tensor]
 
+_Ref = weakref.ref[Tensor]
+
+_PLAIN = {Tensor}
 _HALF = (torch.float16, torch.complex32)
-_KNOWN = (
+_KNOWN = {
     *_HALF,
     torch.bfloat16,
     torch.float32,
     torch.float64,
     torch.complex64,
     torch.complex128,
+}
+_REFUSED = (
+    "gradients of dtype {} cannot be unscaled in place: small ones would fall below its range. Keep"
+    " float32 parameters and run the forward pass under autocast"
 )
 
 
@@ -37,37 +43,60 @@ class Gradients:
     """
 
     def __init__(self) -> None:
-        self._done: dict[int, tuple[weakref.ref[Tensor], Tensor | None, int | None]] = {}
+        self._owned: dict[int, list[Tensor]] = {}
+        self._log: list[tuple[list[int], list[_Ref], Tensor | None, list[int] | None]] = []
+        self._done: dict[int, tuple[_Ref, Tensor | None, int | None]] = {}
+
+    def owned(self, optimizer: Optimizer, fp16: bool = True) -> list[Tensor]:
+        """`owned_grads`, remembered until `settle`."""
+        grads = self._owned[id(optimizer)] = owned_grads(optimizer, fp16)
+        return grads
 
     def clear(self) -> None:
         """Forget: the next backward pass writes scaled gradients."""
+        self._owned.clear()
+        self._log.clear()
         self._done.clear()
 
-    def mark(self, grads: Iterable[Tensor], found_inf: Tensor | None = None) -> None:
-        """Note that `grads` are unscaled; with the 0-d flag `found_inf`, that they are unless set.
+    def mark(self, grads: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
+        """Note that `grads` are unscaled, or with the 0-d flag `found_inf`: unless it is set."""
+        self._note(grads, found_inf, None)
 
-        No reference to them is kept.
+    def settle(self, optimizer: Any) -> None:
+        """Note that the optimizer has stepped: changed after this, its gradients are scaled again.
+
+        From here on no reference to them is kept.
         """
-        for grad in grads:
-            self._done[id(grad)] = (weakref.ref(grad), found_inf, None)
+        grads = self._owned.pop(id(optimizer), [])
+        self._note(grads, None, _versions(grads))
 
-    def settle(self, grads: Iterable[Tensor]) -> None:
-        """Note that the optimizer has stepped: from now on a change makes `grads` scaled again."""
-        for grad in grads:
-            known, found_inf, _ = self._done.get(id(grad), (None, None, None))
-            if known is not None and known is weakref.ref(grad):
-                self._done[id(grad)] = (known, found_inf, _version(grad))
+    def _note(
+        self, grads: Sequence[Tensor], found_inf: Tensor | None, versions: list[int] | None
+    ) -> None:
+        both = list(map(id, grads)), list(map(weakref.ref, grads))
+        self._log.append((*both, found_inf, versions))
 
     def is_done(self, grad: Tensor) -> bool:
         """Whether `grad` is unscaled. Waits for the device only after a fused step shared it."""
-        known, found_inf, version = self._done.get(id(grad), (None, None, None))
-        if known is not weakref.ref(grad) or version not in (None, _version(grad)):
+        known, found_inf, version = self._known().get(id(grad), (None, None, None))
+        if known is not weakref.ref(grad) or version not in (None, *_versions([grad])):
             return False
         return found_inf is None or not found_inf.item()
 
     def any_done(self, grads: Iterable[Tensor]) -> bool:
         """Whether another optimizer has unscaled one of `grads`."""
-        return bool(self._done) and any(self.is_done(grad) for grad in grads)
+        return bool(self._log or self._done) and any(self.is_done(grad) for grad in grads)
+
+    def _known(self) -> dict[int, tuple[_Ref, Tensor | None, int | None]]:
+        """What was noted, by identity; put together when asked: most runs have one optimizer."""
+        for ids, refs, found_inf, versions in self._log:
+            for i, (key, ref) in enumerate(zip(ids, refs, strict=True)):
+                if versions is None:
+                    self._done[key] = (ref, found_inf, None)
+                elif self._done.get(key, (None,))[0] is ref:
+                    self._done[key] = (ref, self._done[key][1], versions[i])
+        self._log.clear()
+        return self._done
 
     @torch.no_grad()
     def unscale_(
@@ -88,33 +117,35 @@ class Gradients:
         Raises:
             ValueError: a float16 gradient where `fp16` is false.
         """
-        grads = owned_grads(optimizer, fp16)
-        todo: dict[torch.device, dict[tuple[torch.dtype, bool], list[Tensor]]]
-        todo = defaultdict(lambda: defaultdict(list))
-        for grad in grads:
-            done = bool(self._done) and self.is_done(grad)
-            todo[grad.device][grad.dtype, done].append(grad)
+        grads = self.owned(optimizer, fp16)
+        done = {id(grad) for grad in grads if self.is_done(grad)} if self._known() else set()
         flags: PerDevice = {}
-        for device, groups in todo.items():
-            flag = flags[device] = found_inf.to(device, copy=True, non_blocking=True)
-            by = inverse.to(device, non_blocking=True)
-            one = torch.ones_like(by)
-            for (_, done), group in groups.items():
-                values = [dense(grad) for grad in group]
-                torch._amp_foreach_non_finite_check_and_unscale_(values, flag, one if done else by)
-                if twice and not done:
-                    torch._amp_foreach_non_finite_check_and_unscale_(values, flag, one)
-                self.mark(group)
+        one = torch.ones_like(inverse)
+        fresh = [grad for grad in grads if id(grad) not in done] if done else grads
+        _check_and_multiply(fresh, inverse, found_inf, flags, self.mark)
+        if twice or done:
+            again = grads if twice else [grad for grad in grads if id(grad) in done]
+            _check_and_multiply(again, one, found_inf, flags)
         return flags
 
     @torch.no_grad()
-    def check(self, optimizer: Optimizer, inverse: Tensor) -> PerDevice:
-        """Look for what is not finite, as it came or once unscaled, and change no gradient.
+    def check(self, grads: Sequence[Tensor], inverse: Tensor, amplifies: bool) -> PerDevice:
+        """Look for what is not finite, as it came or once unscaled, and change no value.
 
-        Args, returns: as `unscale_`.
+        Args:
+            grads: as `owned_grads` gives them.
+            inverse: f32, 0-d: 1 / scale.
+            amplifies: whether `inverse` may be above 1. If not, what is finite as it came stays so
+                when unscaled, and torch's own check will do.
+
+        Returns:
+            As `unscale_`.
         """
-        grads = owned_grads(optimizer, fp16=True)
         flags: PerDevice = {}
+        if not amplifies:
+            one = torch.ones_like(inverse)
+            _check_and_multiply(grads, one, torch.zeros_like(inverse), flags)
+            return flags
         for done in (False, True):
             values = [dense(g) for g in grads if self.is_done(g) == done]
             by = torch.ones_like(inverse) if done else inverse
@@ -127,9 +158,36 @@ class Gradients:
         return flags
 
 
-def _version(grad: Tensor) -> int:
-    """The count of in-place changes, which inference tensors do not keep."""
-    return 0 if grad.is_inference() else grad._version
+def _check_and_multiply(
+    grads: Iterable[Tensor],
+    by: Tensor,
+    found_inf: Tensor,
+    flags: PerDevice,
+    then: Callable[[list[Tensor]], None] | None = None,
+) -> None:
+    """torch's check and multiplication in place, then `then`, for each device and dtype.
+
+    A device's flag in `flags` starts as `found_inf`.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, _), group in groups.items():
+        if device not in flags:
+            flags[device] = found_inf.to(device, copy=True, non_blocking=True)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [dense(grad) for grad in group], flags[device], by.to(device, non_blocking=True)
+        )
+        if then is not None:
+            then(group)
+
+
+def _versions(grads: Iterable[Tensor]) -> list[int]:
+    """Counts of in-place changes; 0 for inference tensors, which keep none."""
+    try:
+        return [grad._version for grad in grads]
+    except RuntimeError:
+        return [0 if grad.is_inference() else grad._version for grad in grads]
 
 
 def owned_grads(optimizer: Optimizer, fp16: bool) -> list[Tensor]:
@@ -141,31 +199,35 @@ def owned_grads(optimizer: Optimizer, fp16: bool) -> list[Tensor]:
         AssertionError: a parameter is not a tensor (as torch).
         ValueError: a float16 gradient where `fp16` is false, or one of another dtype (float8).
     """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for param in params:
-        if not isinstance(param, Tensor):
-            raise AssertionError(f"a parameter must be a torch.Tensor, got {type(param).__name__}")
-        if param.grad is not None and param.grad.dtype not in _KNOWN:
-            raise ValueError(f"gradients of dtype {param.grad.dtype} cannot be unscaled")
-        if not fp16 and param.grad is not None and param.grad.dtype in _HALF:
-            raise ValueError(
-                "float16 gradients cannot be unscaled in place: the result may be below float16's"
-                " range. Keep float32 parameters and run the forward pass under autocast"
-            )
-    for param in params:
-        grad = param.grad
-        if grad is None:
-            continue
-        if grad.is_sparse and grad.dtype == torch.float16:
-            param.grad = grad.coalesce()
-        elif grad.is_conj() or grad.is_neg():
-            param.grad = grad.resolve_conj().resolve_neg()
-    return [p.grad for p in params if p.grad is not None]
+    grads: list[Tensor] = []
+    odd: list[tuple[int, Tensor]] = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not isinstance(param, Tensor):
+                raise AssertionError(f"a parameter must be a Tensor, got {type(param).__name__}")
+            grad = param.grad
+            if grad is None:
+                continue
+            dtype = grad.dtype
+            if dtype not in _KNOWN or (not fp16 and dtype in _HALF):
+                raise ValueError(_REFUSED.format(dtype))
+            if grad.is_neg() or grad.is_sparse or (dtype.is_complex and grad.is_conj()):
+                odd.append((len(grads), param))
+            grads.append(grad)
+    for i, param in odd:
+        grads[i] = param.grad = _resolved(grads[i])
+    return grads
+
+
+def _resolved(grad: Tensor) -> Tensor:
+    if grad.is_sparse:
+        return grad.coalesce() if grad.dtype in _HALF else grad
+    return grad.resolve_conj().resolve_neg()
 
 
 def all_plain(grads: Iterable[Tensor]) -> bool:
     """Whether no gradient is a tensor subclass, such as DTensor, with kernels of its own."""
-    return all(type(grad) is Tensor for grad in grads)
+    return _PLAIN.issuperset(map(type, grads))
 
 
 def needs_host_decision(optimizer: Optimizer) -> bool:

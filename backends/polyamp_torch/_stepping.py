@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from polyamp._errors import StateError
-from polyamp_torch._grads import Gradients, all_plain, combined, needs_host_decision, owned_grads
+from polyamp_torch._grads import Gradients, all_plain, combined, needs_host_decision
 from polyamp_torch._state import Keeper
 
 Tensor = torch.Tensor
@@ -42,7 +42,8 @@ class Stepping(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        flags = self._gradients.check(optimizer, _inverse(scale))
+        inverse, grads = _inverse(scale), self._gradients.owned(optimizer)
+        flags = self._gradients.check(grads, inverse, self._may_amplify(inverse))
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -78,7 +79,7 @@ class Stepping(torch.amp.GradScaler):
             if record["stage"] is OptState.UNSCALED:  # its gradients are marked: not twice
                 record["stage"] = OptState.READY
             raise
-        self._gradients.settle(owned_grads(optimizer, fp16=True))
+        self._gradients.settle(optimizer)
         if "skipped" not in record:  # a subclass, or the optimizer, decided in its own way
             flags = list(record["found_inf_per_device"].values())
             self._remember(optimizer, combined(flags, flags[0].device) if flags else None)
@@ -100,7 +101,7 @@ class Stepping(torch.amp.GradScaler):
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("stepped already: call update() before the next step()")
         ready = record["stage"] is OptState.READY
-        grads = owned_grads(optimizer, fp16=True)
+        grads = self._gradients.owned(optimizer)
         if ready and (self._gradients.any_done(grads) or not all_plain(grads)):
             start = combined(record["found_inf_per_device"].values(), scale.device)
             record["found_inf_per_device"] = self._unscale_grads_(
@@ -110,7 +111,8 @@ class Stepping(torch.amp.GradScaler):
         elif ready and not record.get("agreed"):
             self._check_inf_per_device(optimizer)
         found_inf = combined(record["found_inf_per_device"].values(), scale.device)
-        if needs_host_decision(optimizer) and found_inf.item():
+        known_good = not self._on_device(scale) and not found_inf.item()
+        if not known_good and needs_host_decision(optimizer) and found_inf.item():
             record["stage"] = OptState.STEPPED
             self._remember(optimizer, False)
             return None
@@ -122,7 +124,7 @@ class Stepping(torch.amp.GradScaler):
         self._remember(optimizer, found_inf)
         if ready and _writes_back(optimizer):
             self._gradients.mark(grads, found_inf)
-        self._gradients.settle(grads)
+        self._gradients.settle(optimizer)
         return result
 
     def step_all(self, optimizers: Iterable[Optimizer]) -> list[Any]:
@@ -153,7 +155,7 @@ class Stepping(torch.amp.GradScaler):
         for optimizer, record in zip(together, records, strict=True):
             if record["stage"] is not OptState.READY:
                 continue
-            if _is_fused(optimizer) and all_plain(owned_grads(optimizer, fp16=True)):
+            if _is_fused(optimizer) and all_plain(self._gradients.owned(optimizer)):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
