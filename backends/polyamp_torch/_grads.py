@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,6 @@ from polyamp_torch._inspect import amaxes, dense, judge
 
 Tensor = torch.Tensor
 PerDevice = dict[torch.device, Tensor]
-
-_Ref = weakref.ref[Tensor]
 
 _PLAIN = {Tensor}
 _HALF = (torch.float16, torch.complex32)
@@ -33,6 +32,18 @@ _REFUSED = (
 )
 
 
+@dataclass
+class Mark:
+    """One optimizer's gradients, unscaled; no reference to them is kept."""
+
+    ids: list[int]
+    refs: list[weakref.ref[Tensor]]
+    found_inf: Tensor | None
+    """A 0-d flag: they are unscaled unless it is set. None: they are."""
+    versions: list[int] | None = None
+    """Their counts of in-place changes after the optimizer's step, where it has stepped."""
+
+
 class Gradients:
     """Which gradients of this iteration are unscaled already.
 
@@ -44,59 +55,43 @@ class Gradients:
 
     def __init__(self) -> None:
         self._owned: dict[int, list[Tensor]] = {}
-        self._log: list[tuple[list[int], list[_Ref], Tensor | None, list[int] | None]] = []
-        self._done: dict[int, tuple[_Ref, Tensor | None, int | None]] = {}
+        self._marks: dict[int, Mark] = {}
+
+    def clear(self) -> None:
+        """Forget: the next backward pass writes scaled gradients."""
+        self._owned.clear()
+        self._marks.clear()
 
     def owned(self, optimizer: Optimizer, fp16: bool = True) -> list[Tensor]:
         """`owned_grads`, remembered until `settle`."""
         grads = self._owned[id(optimizer)] = owned_grads(optimizer, fp16)
         return grads
 
-    def clear(self) -> None:
-        """Forget: the next backward pass writes scaled gradients."""
-        self._owned.clear()
-        self._log.clear()
-        self._done.clear()
-
-    def mark(self, grads: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
-        """Note that `grads` are unscaled, or with the 0-d flag `found_inf`: unless it is set."""
-        self._note(grads, found_inf, None)
+    def mark(
+        self, optimizer: Optimizer, grads: Sequence[Tensor], found_inf: Tensor | None = None
+    ) -> None:
+        """Note that `grads` of an optimizer are unscaled (see `Mark`)."""
+        key = id(optimizer)
+        self._marks.pop(key, None)  # the newest mark comes last
+        self._marks[key] = Mark(list(map(id, grads)), list(map(weakref.ref, grads)), found_inf)
 
     def settle(self, optimizer: Any) -> None:
         """Note that the optimizer has stepped: changed after this, its gradients are scaled again.
 
         From here on no reference to them is kept.
         """
-        grads = self._owned.pop(id(optimizer), [])
-        self._note(grads, None, _versions(grads))
+        grads, mark = self._owned.pop(id(optimizer), []), self._marks.get(id(optimizer))
+        if mark is not None:
+            mark.versions = _versions(grads) if len(grads) == len(mark.ids) else None
 
-    def _note(
-        self, grads: Sequence[Tensor], found_inf: Tensor | None, versions: list[int] | None
-    ) -> None:
-        both = list(map(id, grads)), list(map(weakref.ref, grads))
-        self._log.append((*both, found_inf, versions))
-
-    def is_done(self, grad: Tensor) -> bool:
-        """Whether `grad` is unscaled. Waits for the device only after a fused step shared it."""
-        known, found_inf, version = self._known().get(id(grad), (None, None, None))
-        if known is not weakref.ref(grad) or version not in (None, *_versions([grad])):
-            return False
-        return found_inf is None or not found_inf.item()
-
-    def any_done(self, grads: Iterable[Tensor]) -> bool:
-        """Whether another optimizer has unscaled one of `grads`."""
-        return bool(self._log or self._done) and any(self.is_done(grad) for grad in grads)
-
-    def _known(self) -> dict[int, tuple[_Ref, Tensor | None, int | None]]:
-        """What was noted, by identity; put together when asked: most runs have one optimizer."""
-        for ids, refs, found_inf, versions in self._log:
-            for i, (key, ref) in enumerate(zip(ids, refs, strict=True)):
-                if versions is None:
-                    self._done[key] = (ref, found_inf, None)
-                elif self._done.get(key, (None,))[0] is ref:
-                    self._done[key] = (ref, self._done[key][1], versions[i])
-        self._log.clear()
-        return self._done
+    def done(self, grads: Iterable[Tensor]) -> set[int]:
+        """The ids of those that are unscaled. Waits for the device only after a fused step."""
+        if not self._marks:
+            return set()
+        known: dict[int, tuple[Mark, int]] = {}
+        for mark in self._marks.values():
+            known.update((key, (mark, i)) for i, key in enumerate(mark.ids))
+        return {id(grad) for grad in grads if id(grad) in known and _holds(grad, *known[id(grad)])}
 
     @torch.no_grad()
     def unscale_(
@@ -118,14 +113,16 @@ class Gradients:
             ValueError: a float16 gradient where `fp16` is false.
         """
         grads = self.owned(optimizer, fp16)
-        done = {id(grad) for grad in grads if self.is_done(grad)} if self._known() else set()
-        flags: PerDevice = {}
-        one = torch.ones_like(inverse)
+        done, flags = self.done(grads), PerDevice()
         fresh = [grad for grad in grads if id(grad) not in done] if done else grads
-        _check_and_multiply(fresh, inverse, found_inf, flags, self.mark)
+        unscaled = [grad for grad in grads if id(grad) in done] if done else []
+        try:
+            _check_and_multiply(fresh, inverse, found_inf, flags, unscaled)
+        finally:
+            self.mark(optimizer, grads if len(unscaled) == len(grads) else unscaled)
         if twice or done:
             again = grads if twice else [grad for grad in grads if id(grad) in done]
-            _check_and_multiply(again, one, found_inf, flags)
+            _check_and_multiply(again, torch.ones_like(inverse), found_inf, flags, [])
         return flags
 
     @torch.no_grad()
@@ -144,11 +141,12 @@ class Gradients:
         flags: PerDevice = {}
         if not amplifies:
             one = torch.ones_like(inverse)
-            _check_and_multiply(grads, one, torch.zeros_like(inverse), flags)
+            _check_and_multiply(grads, one, torch.zeros_like(inverse), flags, [])
             return flags
-        for done in (False, True):
-            values = [dense(g) for g in grads if self.is_done(g) == done]
-            by = torch.ones_like(inverse) if done else inverse
+        done = self.done(grads)
+        for unscaled in (False, True):
+            values = [dense(g) for g in grads if (id(g) in done) == unscaled]
+            by = torch.ones_like(inverse) if unscaled else inverse
             for value in values:
                 if value.device not in flags:
                     flags[value.device] = torch.zeros((), dtype=torch.float32, device=value.device)
@@ -163,11 +161,12 @@ def _check_and_multiply(
     by: Tensor,
     found_inf: Tensor,
     flags: PerDevice,
-    then: Callable[[list[Tensor]], None] | None = None,
+    multiplied: list[Tensor],
 ) -> None:
-    """torch's check and multiplication in place, then `then`, for each device and dtype.
+    """torch's check and multiplication in place, one call for each device and dtype.
 
-    A device's flag in `flags` starts as `found_inf`.
+    A device's flag in `flags` starts as `found_inf`. What is multiplied joins `multiplied`, also
+    where a later call fails.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
@@ -178,8 +177,16 @@ def _check_and_multiply(
         torch._amp_foreach_non_finite_check_and_unscale_(
             [dense(grad) for grad in group], flags[device], by.to(device, non_blocking=True)
         )
-        if then is not None:
-            then(group)
+        multiplied += group
+
+
+def _holds(grad: Tensor, mark: Mark, i: int) -> bool:
+    """Whether entry `i` of `mark` is about `grad` and still true."""
+    if mark.refs[i] is not weakref.ref(grad):
+        return False
+    if mark.versions is not None and [mark.versions[i]] != _versions([grad]):
+        return False
+    return mark.found_inf is None or not mark.found_inf.item()
 
 
 def _versions(grads: Iterable[Tensor]) -> list[int]:

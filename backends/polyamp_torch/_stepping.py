@@ -41,8 +41,11 @@ class Stepping(torch.amp.GradScaler):
         return self._gradients.unscale_(optimizer, inv_scale, found_inf, allow_fp16, twice)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+        return self._check_inf(optimizer, self._gradients.owned(optimizer))
+
+    def _check_inf(self, optimizer: Optimizer, grads: list[Tensor]) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        inverse, grads = _inverse(scale), self._gradients.owned(optimizer)
+        inverse = _inverse(scale)
         flags = self._gradients.check(grads, inverse, self._may_amplify(inverse))
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
@@ -102,14 +105,17 @@ class Stepping(torch.amp.GradScaler):
             raise RuntimeError("stepped already: call update() before the next step()")
         ready = record["stage"] is OptState.READY
         grads = self._gradients.owned(optimizer)
-        if ready and (self._gradients.any_done(grads) or not all_plain(grads)):
+        if ready and (self._gradients.done(grads) or not all_plain(grads)):
             start = combined(record["found_inf_per_device"].values(), scale.device)
             record["found_inf_per_device"] = self._unscale_grads_(
                 optimizer, _inverse(scale), start, True
             )
             record["stage"], ready = OptState.UNSCALED, False
         elif ready and not record.get("agreed"):
-            self._check_inf_per_device(optimizer)
+            if type(self)._check_inf_per_device is Stepping._check_inf_per_device:
+                self._check_inf(optimizer, grads)
+            else:  # a subclass has its own
+                self._check_inf_per_device(optimizer)
         found_inf = combined(record["found_inf_per_device"].values(), scale.device)
         known_good = not self._on_device(scale) and not found_inf.item()
         if not known_good and needs_host_decision(optimizer) and found_inf.item():
@@ -123,7 +129,7 @@ class Stepping(torch.amp.GradScaler):
         record["stage"] = OptState.STEPPED
         self._remember(optimizer, found_inf)
         if ready and _writes_back(optimizer):
-            self._gradients.mark(grads, found_inf)
+            self._gradients.mark(optimizer, grads, found_inf)
         self._gradients.settle(optimizer)
         return result
 

@@ -38,6 +38,21 @@ class TestReusedGradients:
         assert p.item() == 1.0 - 0.125 - 0.25
 
     @both_kinds
+    def test_of_two_dtypes(self, make, kind):
+        scaler = make(init_scale=1024.0)
+        wide, p = parameter(1.0, dtype=torch.float64), parameter(1.0)
+        other = parameter(1.0, dtype=torch.float64)
+        first = OPTIMIZERS[kind]([p, other, wide], lr=0.125)
+        second = OPTIMIZERS["plain"]([wide, p], lr=0.125)
+        one, two = scaler.scale([p.sum() + wide.sum() + other.sum(), 2.0 * wide.sum()])
+        one.backward()
+        scaler.step(first)
+        wide.grad.zero_()
+        two.backward()
+        scaler.step(second)
+        assert (p.item(), wide.item(), other.item()) == (0.75, 1.0 - 0.125 - 0.25, 0.875)
+
+    @both_kinds
     def test_clipped_in_place_between_two_unscales(self, make, kind):
         scaler, p = make(init_scale=1024.0), parameter(1.0)
         first, second = (OPTIMIZERS[kind]([p], lr=1.0) for _ in range(2))
