@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -222,7 +222,18 @@ def _is_fused(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes `grad_scale` and `found_inf` (and not the old keyword)."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+    return not _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step))
+
+
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _takes_scaler(step: Callable[..., Any]) -> bool:
+    known = _TAKES_SCALER.get(step)
+    if known is None:
+        known = "grad_scaler" in inspect.signature(step).parameters
+        _TAKES_SCALER[step] = known
+    return known
 
 
 def _step_with(
