@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,14 +34,34 @@ _REFUSED = (
 
 @dataclass
 class Mark:
-    """One optimizer's gradients, unscaled; no reference to them is kept."""
+    """One optimizer's gradients, unscaled."""
 
-    ids: list[int]
-    refs: list[weakref.ref[Tensor]]
+    grads: list[Tensor] | None
+    """They themselves, until another optimizer is marked; then None, and `refs` tells them."""
     found_inf: Tensor | None
     """A 0-d flag: they are unscaled unless it is set. None: they are."""
     versions: list[int] | None = None
     """Their counts of in-place changes after the optimizer's step, where it has stepped."""
+    refs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def release(self) -> None:
+        """Keep no reference to the gradients any longer."""
+        if self.grads is not None:
+            self.ids, self.refs = list(map(id, self.grads)), list(map(weakref.ref, self.grads))
+            self.grads = None
+
+    def entries(self) -> Iterable[tuple[int, tuple[Mark, int]]]:
+        """The id of each gradient, with this mark and its place in it."""
+        ids = self.ids if self.grads is None else map(id, self.grads)
+        return ((key, (self, i)) for i, key in enumerate(ids))
+
+    def holds(self, grad: Tensor, i: int) -> bool:
+        """Whether entry `i` is about `grad` and still true; may wait for `found_inf`."""
+        same = (self.refs[i] is weakref.ref(grad)) if self.grads is None else self.grads[i] is grad
+        if not same or (self.versions is not None and [self.versions[i]] != _versions([grad])):
+            return False
+        return self.found_inf is None or not self.found_inf.item()
 
 
 class Gradients:
@@ -63,7 +83,7 @@ class Gradients:
         self._marks.clear()
 
     def owned(self, optimizer: Optimizer, fp16: bool = True) -> list[Tensor]:
-        """`owned_grads`, remembered until `settle`."""
+        """`owned_grads`, remembered until `settle` or `clear`."""
         grads = self._owned[id(optimizer)] = owned_grads(optimizer, fp16)
         return grads
 
@@ -71,27 +91,26 @@ class Gradients:
         self, optimizer: Optimizer, grads: Sequence[Tensor], found_inf: Tensor | None = None
     ) -> None:
         """Note that `grads` of an optimizer are unscaled (see `Mark`)."""
-        key = id(optimizer)
-        self._marks.pop(key, None)  # the newest mark comes last
-        self._marks[key] = Mark(list(map(id, grads)), list(map(weakref.ref, grads)), found_inf)
+        self._marks.pop(id(optimizer), None)  # the newest mark comes last
+        for mark in self._marks.values():
+            mark.release()
+        self._marks[id(optimizer)] = Mark(list(grads), found_inf)
 
     def settle(self, optimizer: Any) -> None:
-        """Note that the optimizer has stepped: changed after this, its gradients are scaled again.
-
-        From here on no reference to them is kept.
-        """
-        grads, mark = self._owned.pop(id(optimizer), []), self._marks.get(id(optimizer))
-        if mark is not None:
-            mark.versions = _versions(grads) if len(grads) == len(mark.ids) else None
+        """Note that the optimizer has stepped: what changes after this is scaled again."""
+        grads, mark = self._owned.pop(id(optimizer), None), self._marks.get(id(optimizer))
+        if mark is not None and mark.grads is not None:
+            mark.versions = _versions(mark.grads)
+        elif mark is not None and grads is not None and len(grads) == len(mark.ids):
+            mark.versions = _versions(grads)
 
     def done(self, grads: Iterable[Tensor]) -> set[int]:
         """The ids of those that are unscaled. Waits for the device only after a fused step."""
-        if not self._marks:
-            return set()
         known: dict[int, tuple[Mark, int]] = {}
         for mark in self._marks.values():
-            known.update((key, (mark, i)) for i, key in enumerate(mark.ids))
-        return {id(grad) for grad in grads if id(grad) in known and _holds(grad, *known[id(grad)])}
+            known.update(mark.entries())
+        found = ((grad, known.get(id(grad))) for grad in grads) if known else ()
+        return {id(grad) for grad, entry in found if entry and entry[0].holds(grad, entry[1])}
 
     @torch.no_grad()
     def unscale_(
@@ -168,25 +187,23 @@ def _check_and_multiply(
     A device's flag in `flags` starts as `found_inf`. What is multiplied joins `multiplied`, also
     where a later call fails.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = {}
     for grad in grads:
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), group in groups.items():
+        key = (grad.device, grad.dtype, grad.layout)
+        if key in groups:
+            groups[key].append(grad)
+        else:
+            groups[key] = [grad]
+    for (device, dtype, layout), group in groups.items():
         if device not in flags:
             flags[device] = found_inf.to(device, copy=True, non_blocking=True)
+        plain = layout is torch.strided and not dtype.is_complex
         torch._amp_foreach_non_finite_check_and_unscale_(
-            [dense(grad) for grad in group], flags[device], by.to(device, non_blocking=True)
+            group if plain else [dense(grad) for grad in group],
+            flags[device],
+            by.to(device, non_blocking=True),
         )
         multiplied += group
-
-
-def _holds(grad: Tensor, mark: Mark, i: int) -> bool:
-    """Whether entry `i` of `mark` is about `grad` and still true."""
-    if mark.refs[i] is not weakref.ref(grad):
-        return False
-    if mark.versions is not None and [mark.versions[i]] != _versions([grad]):
-        return False
-    return mark.found_inf is None or not mark.found_inf.item()
 
 
 def _versions(grads: Iterable[Tensor]) -> list[int]:

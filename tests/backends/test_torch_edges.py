@@ -63,13 +63,15 @@ class TestReusedGradients:
         scaler.step(second)
         assert p.item() == 0.0
 
-    def test_are_not_kept_alive(self, make):
-        scaler, p = make(), parameter(1.0)
-        optimizer = OPTIMIZERS["plain"]([p])
-        backward(scaler, p)
-        scaler.step(optimizer)
+    @both_kinds
+    def test_are_not_kept_alive_once_another_optimizer_steps(self, make, kind):
+        scaler, p, q = make(), parameter(1.0), parameter(1.0)
+        first, second = OPTIMIZERS[kind]([p]), OPTIMIZERS[kind]([q])
+        scaler.scale(p.sum() + q.sum()).backward()
+        scaler.step(first)
         grad = weakref.ref(p.grad)
-        optimizer.zero_grad()
+        first.zero_grad()
+        scaler.step(second)
         gc.collect()
         assert grad() is None
 
