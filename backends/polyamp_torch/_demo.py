@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from torch.nn import functional as F
 import polyamp.torch as amp
 from polyamp import BackendError, Policy
 from polyamp._policy import require_supported
+from polyamp.bench.harness import cpu_name
 from polyamp.demo import Device, OnStep, Result, Settings, Task
 from polyamp_torch._cast import cast, dtype_of
 from polyamp_torch._demo_models import build
@@ -45,24 +44,13 @@ def device(requested: str | None) -> Device:
     except RuntimeError:
         wanted = None
     if wanted is not None and wanted == torch.device("cpu"):
-        return Device("cpu", f"{_cpu_name()}, one thread")
+        return Device("cpu", f"{cpu_name()}, one thread")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted is not None and wanted.type == "cuda" and (wanted.index or 0) < count:
         index = wanted.index or 0
         return Device(f"cuda:{index}", torch.cuda.get_device_name(index), accelerator=True)
     allowed = ", ".join(["cpu", *(f"cuda:{i}" for i in range(count))])
     raise BackendError(f"torch has no device {name!r} here; choose one of: {allowed}")
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or os.name
 
 
 def check(policy: Policy, device: Device) -> None:

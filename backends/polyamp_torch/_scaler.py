@@ -164,6 +164,10 @@ class GradScaler(Stepping):
         """
         if not self._enabled:
             return outputs
+        scale = self._scale
+        if type(outputs) is Tensor and scale is not None and outputs.device == scale.device:
+            self._gradients.clear()
+            return scaled(outputs, lambda _: scale)
         copies: dict[torch.device, Tensor] = {}
 
         def scale_on(device: torch.device) -> Tensor:
@@ -217,7 +221,7 @@ class GradScaler(Stepping):
         if self._on_device(scale):
             self._warn_of_known_skips(records)
         else:
-            self._report(self.state, stacklevel=2)
+            self._report(self._keeper.read(None, None), stacklevel=2)
 
     def _set_scale(self, scale: Tensor, new: Any) -> None:
         floor = self._keeper.rule.min_scale

@@ -68,7 +68,8 @@ class Keeper:
     def read(self, scale: Tensor | None, tracker: Tensor | None) -> ScalerState:
         """The whole state in Python numbers; waits for the device where it lives there.
 
-        Without the tensors, which are made at the first `scale`, it is what was loaded.
+        Without the tensors, which are made at the first `scale`, it is what was loaded or what the
+        last transition on the host made.
         """
         if scale is None or tracker is None:
             return self._host

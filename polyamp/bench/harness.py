@@ -70,11 +70,6 @@ def interleaved(
     return times
 
 
-def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
-    """Median over the rounds of ours / peer."""
-    return statistics.median(a / b for a, b in zip(ours, peer, strict=True))
-
-
 def ratio(ours: Sequence[float], peer: Sequence[float]) -> Estimate:
     """The paired ratio with its 95 % bootstrap interval; seconds of the same rounds."""
     return _estimate([a / b for a, b in zip(ours, peer, strict=True)], statistics.median)
