@@ -60,7 +60,8 @@ def _row(path: str, module: Module, ran: bool) -> tuple[str, str, str, str]:
     if not applied.boundary:
         return name, "", count, ""
     policy = applied.policy
-    flow = list(dict.fromkeys((policy.param_dtype, policy.compute_dtype, policy.output_dtype)))
+    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    flow = dtypes if len(set(dtypes)) > 1 else dtypes[:1]
     why = "default" if applied.rule is None else f"rule {applied.rule!r}"
     if applied.rule is not None and applied.owner != path:
         why += f" at {applied.owner!r}"

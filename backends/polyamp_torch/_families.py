@@ -35,8 +35,8 @@ _NAMES: dict[str, str] = {
         " triplet_margin_with_distance_loss ctc_loss"
     ),
     "exp": (
-        "exp expm1 log log10 log2 log1p logsumexp pow __pow__ __rpow__ reciprocal rsqrt softplus"
-        " logsigmoid acos asin cosh sinh tan erfinv"
+        "exp expm1 log log10 log2 log1p logsumexp pow __pow__ __rpow__ reciprocal __rtruediv__"
+        " __rdiv__ rsqrt softplus logsigmoid acos asin cosh sinh tan erfinv"
     ),
     "sum": "sum prod cumsum cumprod logcumsumexp",
 }
@@ -73,7 +73,7 @@ class Families(TorchFunctionMode):
         """Widen, then call."""
         kwargs = kwargs or {}
         family = FAMILY_OF.get(func)
-        if family is None or family not in self.families or "out" in kwargs:
+        if family is None or family not in self.families or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         wide = {key: _wide(value) for key, value in kwargs.items()}
         return func(*[_wide(value) for value in args], **wide)

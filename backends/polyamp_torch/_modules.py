@@ -4,13 +4,14 @@
         inputs -> compute dtype
         autocast to the compute dtype (off for float32), families of operations in float32
         outputs = the module's own forward
-        outputs -> output dtype
+        outputs -> output dtype, then the enclosing region's compute dtype if that is wide
 
 A module's `forward` becomes `functools.partial(run, module, applied)`: picklable, deep-copyable,
 traced by torch.compile without a break, and gone again with `remove_policy`. Only modules whose
-policy differs from the enclosing one's are wrapped so. Modules of the user's own classes inside a
-low-precision region get the families too, since activation checkpointing calls them anew from the
-backward pass, where autocast is restored and function modes are not.
+policy differs from the enclosing one's are wrapped so. Modules inside a low-precision region
+that may call an operation of a family themselves get the families too, since activation
+checkpointing calls them anew from the backward pass, where autocast is restored and function modes
+are not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import functools
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from typing import cast as cast_to
 
 import torch
 
@@ -40,6 +42,18 @@ _NORMS = (
     torch.nn.RMSNorm,
     torch.nn.modules.batchnorm._NormBase,
 )
+_PLAIN = frozenset(
+    kind.forward
+    for kind in (
+        *(torch.nn.Linear, torch.nn.Embedding, torch.nn.Sequential, torch.nn.Identity),
+        *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d, torch.nn.Flatten),
+        *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+        *(torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d, torch.nn.Dropout, torch.nn.Dropout2d),
+        *(torch.nn.ReLU, torch.nn.GELU, torch.nn.SiLU, torch.nn.Tanh, torch.nn.Sigmoid),
+        *(torch.nn.MaxPool2d, torch.nn.AvgPool2d, torch.nn.AdaptiveAvgPool2d),
+    )
+)
+"""Forwards that call no operation of a family."""
 
 
 @dataclass(eq=False)
@@ -56,6 +70,8 @@ class Applied:
     """Whether norms keep float32 parameters."""
     boundary: bool
     """Whether the policy differs from the enclosing module's, so that inputs are cast here."""
+    returns: torch.dtype | None = None
+    """Compute dtype of the enclosing region where that is wide, so that no autocast casts there."""
     forward: Any = None
     """The instance's own forward, if it had one."""
     dtypes: tuple[torch.dtype, ...] = ()
@@ -81,7 +97,8 @@ def run(module: Module, applied: Applied, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = cast(args, dtype), cast(kwargs, dtype)
     with torch.autocast(device, dtype=dtype if low else None, enabled=low), widened:
         out = forward(*args, **kwargs)
-    return cast(out, applied.output)
+    out = cast(out, applied.output)
+    return out if applied.returns is None else cast(out, applied.returns)
 
 
 def _device_type(module: Module, args: Any, kwargs: Any) -> str:
@@ -95,7 +112,7 @@ def _device_type(module: Module, args: Any, kwargs: Any) -> str:
 
 def replicate(module: Module, applied: Applied) -> Module:
     """DataParallel's copy of a module, whose forward must run on the copy's own weights."""
-    replica: Module = Module._replicate_for_data_parallel(module)
+    replica: Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
     _wrap(replica, applied)
     return replica
 
@@ -115,7 +132,7 @@ def unwrapped(model: Module) -> Module:
         if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
             model = model.module
         elif hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+            model = cast_to(Module, model._orig_mod)
         else:
             return model
 
@@ -151,6 +168,7 @@ def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
     for module, applied in plan.items():
         applied.forward = module.__dict__.get("forward")
         applied.dtypes = tuple(p.dtype for p in module.parameters(recurse=False))
+    for module, applied in plan.items():
         _cast_parameters(module, applied)
         _wrap(module, applied)
     return model
@@ -181,6 +199,12 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
     rules.check(paths)
     for policy in rules.policies:
         _check_policy(policy)
+    wrong = [f"op:{family}" for family, p in rules.op_rules if p.compute_dtype == "float64"]
+    if wrong:
+        raise PolicyError(
+            f"backend 'torch' cannot compute {', '.join(wrong)} in float64; allowed: float32,"
+            " float16, bfloat16"
+        )
     low_families = [family for family, p in rules.op_rules if p.compute_dtype in _LOW]
     families = tuple(f for f in OP_FAMILIES if f not in low_families)
     plan: dict[Module, Applied] = {}
@@ -189,11 +213,15 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
         pattern, owner, policy = rules.explain(path)
         enclosing = _enclosing(plan, paths, path)
         boundary = _runs(module) and (enclosing is None or enclosing.policy != policy)
-        own = boundary or type(module).__module__.split(".")[0] != "torch"
-        widen = families if own and _runs(module) and policy.compute_dtype in _LOW else ()
+        widens = _runs(module) and (boundary or not _plain(module))
+        widen = families if widens and policy.compute_dtype in _LOW else ()
         new = Applied(policy, pattern, owner, widen, "norm" in families, boundary)
         old = plan.setdefault(module, new)
-        if (old.policy, old.boundary) != (new.policy, new.boundary):
+        new.returns = None if enclosing is None or enclosing.low else enclosing.compute
+        if old.policy == policy:
+            new.returns = new.returns or old.returns
+            plan[module] = old if old.boundary and not new.boundary else new
+        else:
             raise PolicyError(
                 f"{where[module] or 'the model'} and {path} are one shared module with two"
                 f" policies, {old.policy} and {policy}; give it one rule that matches both paths"
@@ -217,6 +245,10 @@ def _runs(module: Module) -> bool:
     return type(module).forward is not Module.forward or "forward" in module.__dict__
 
 
+def _plain(module: Module) -> bool:
+    return type(module).forward in _PLAIN and "forward" not in module.__dict__
+
+
 def _check_policy(policy: Policy) -> None:
     require_supported(
         policy,
@@ -237,7 +269,8 @@ def _check_policy(policy: Policy) -> None:
 
 
 def _target(module: Module, applied: Applied) -> torch.dtype:
-    keep = applied.wide_norms and isinstance(module, _NORMS)
+    batch = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+    keep = batch or (applied.wide_norms and isinstance(module, _NORMS))
     return torch.float32 if keep else dtype_of(applied.policy.param_dtype)
 
 
