@@ -12,7 +12,9 @@ Source: torch's documentation of automatic mixed precision, "CUDA Ops that can a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +79,41 @@ class Families(TorchFunctionMode):
             return func(*args, **kwargs)
         wide = {key: _wide(value) for key, value in kwargs.items()}
         return func(*[_wide(value) for value in args], **wide)
+
+
+class _Active(threading.local):
+    families: tuple[str, ...] = ()
+
+
+_active = _Active()
+
+
+class _Outermost(Families):
+    """`Families` that lets the modules inside know, so that they need not enter it again."""
+
+    def __init__(self, families: tuple[str, ...]) -> None:
+        super().__init__(families)
+        self.inside, self.outside = families, _active.families
+
+    def __enter__(self) -> Any:
+        _active.families = self.inside
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        _active.families = self.outside
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+def entered(families: tuple[str, ...]) -> bool:
+    """Whether this thread runs inside `widened(families)`; never while torch.compile traces."""
+    return not torch.compiler.is_compiling() and families == _active.families
+
+
+def widened(families: tuple[str, ...]) -> AbstractContextManager[Any]:
+    """`Families`, or nothing where this thread has entered them already."""
+    if torch.compiler.is_compiling():
+        return Families(families)
+    return nullcontext() if entered(families) else _Outermost(families)
 
 
 def _wide(value: Any) -> Any:

@@ -29,7 +29,7 @@ from polyamp._policy import Policy, parse_policy, require_supported
 from polyamp._policy_map import PolicyMap
 from polyamp._policy_pattern import OP_FAMILIES
 from polyamp_torch._cast import cast, default_device_type, dtype_of
-from polyamp_torch._families import Families
+from polyamp_torch._families import entered, widened
 
 Module = torch.nn.Module
 
@@ -87,15 +87,18 @@ class Applied:
 def run(module: Module, applied: Applied, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module under its policy."""
     applied.ran = True
-    device = _device_type(module, args, kwargs)
     forward = applied.forward or functools.partial(type(module).forward, module)
-    widened = Families(applied.families) if applied.low and device != "cuda" else nullcontext()
+    if not applied.boundary and entered(applied.families):
+        return forward(*args, **kwargs)
+    device = _device_type(module, args, kwargs)
+    wide = applied.low and applied.families and device != "cuda"
+    families = widened(applied.families) if wide else nullcontext()
     if not applied.boundary:
-        with widened:
+        with families:
             return forward(*args, **kwargs)
     low, dtype = applied.low, applied.compute
     args, kwargs = cast(args, dtype), cast(kwargs, dtype)
-    with torch.autocast(device, dtype=dtype if low else None, enabled=low), widened:
+    with torch.autocast(device, dtype=dtype if low else None, enabled=low), families:
         out = forward(*args, **kwargs)
     out = cast(out, applied.output)
     return out if applied.returns is None else cast(out, applied.returns)
@@ -210,6 +213,11 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
     plan: dict[Module, Applied] = {}
     where: dict[Module, str] = {}
     for path, module in paths.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PolicyError(
+                f"{path or 'the model'} is a script module of torch.jit, whose forward cannot be"
+                " wrapped; apply the policy to the module it was made from"
+            )
         pattern, owner, policy = rules.explain(path)
         enclosing = _enclosing(plan, paths, path)
         boundary = _runs(module) and (enclosing is None or enclosing.policy != policy)

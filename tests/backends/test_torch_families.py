@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -174,3 +176,28 @@ def test_families_end_with_the_forward():
     model = outcome(OPERATIONS["softmax"], "bf16")
     assert F.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype == torch.bfloat16
     assert model.out.dtype == torch.float32
+
+
+def test_every_thread_has_families_of_its_own():
+    seen = []
+    inner = amp.apply_policy(torch.nn.Sequential(Record(torch.exp)), "bf16")
+
+    def elsewhere(x):
+        thread = threading.Thread(target=lambda: seen.append(inner(torch.randn(4, 4)).dtype))
+        thread.start()
+        thread.join()
+        return inner[0].out
+
+    assert outcome(elsewhere, "bf16").out.dtype == torch.float32
+    assert seen == [torch.float32]
+
+
+def test_families_end_after_an_error():
+    def fail(x):
+        raise ArithmeticError("stop")
+
+    model = amp.apply_policy(torch.nn.Sequential(Record(fail)), "bf16")
+    with pytest.raises(ArithmeticError, match="stop"):
+        model(torch.randn(4, 4))
+    assert torch.ones(1, dtype=torch.bfloat16).exp().dtype == torch.bfloat16
+    assert outcome(torch.exp, "bf16").out.dtype == torch.float32

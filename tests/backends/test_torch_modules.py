@@ -134,6 +134,12 @@ class TestARegionOfItsOwn:
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert same(gradients(model, compiled), gradients(model))
 
+    @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+    def test_a_compiled_part_of_an_eager_model(self, fresh_compiler):
+        model, other = make(HEAD32), make(HEAD32)
+        other.blocks[0] = torch.compile(other.blocks[0], fullgraph=True, backend="aot_eager")
+        assert same(gradients(other), gradients(model))
+
     def test_float32_in_float16_in_float32(self):
         rules = polyamp.PolicyMap({"blocks.0.proj": "float32", "blocks": "float16"}, "float32")
         model = make(rules)
@@ -363,6 +369,11 @@ class TestRefusals:
     )
     def test_policies(self, policy, match):
         self.refuse(make("bf16"), policy, match)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+    def test_script_modules(self):
+        model = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
+        self.refuse(model, "fp16", "0 is a script module of torch.jit")
 
     def test_what_is_no_module(self):
         with pytest.raises(polyamp.PolicyError, match=r"needs a torch.nn.Module, got function"):
