@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from polyamp._errors import PolicyError, closest
 from polyamp._formats import did_you_mean, shown
 
-OP_FAMILIES = ("softmax", "norm", "loss")
+OP_FAMILIES = ("softmax", "norm", "loss", "exp", "sum")
 """Operation families that an `op:` rule may name."""
 
 

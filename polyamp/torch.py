@@ -1,7 +1,21 @@
 """`import polyamp.torch as amp`: the PyTorch face of polyamp (needs torch)."""
 
 from polyamp_torch import GradScaler as GradScaler
+from polyamp_torch import apply_policy as apply_policy
 from polyamp_torch import autocast as autocast
+from polyamp_torch import describe as describe
+from polyamp_torch import idle_rules as idle_rules
 from polyamp_torch import lr_step as lr_step
+from polyamp_torch import policy_tree as policy_tree
+from polyamp_torch import remove_policy as remove_policy
 
-__all__ = ["GradScaler", "autocast", "lr_step"]
+__all__ = [
+    "GradScaler",
+    "apply_policy",
+    "autocast",
+    "describe",
+    "idle_rules",
+    "lr_step",
+    "policy_tree",
+    "remove_policy",
+]

@@ -3,8 +3,13 @@
 from polyamp_torch._cast import autocast as autocast
 from polyamp_torch._cast import cast as cast
 from polyamp_torch._cast import unscale as unscale
+from polyamp_torch._describe import describe as describe
+from polyamp_torch._describe import idle_rules as idle_rules
+from polyamp_torch._describe import policy_tree as policy_tree
 from polyamp_torch._distributed import reduce as reduce
 from polyamp_torch._inspect import inspect as inspect
+from polyamp_torch._modules import apply_policy as apply_policy
+from polyamp_torch._modules import remove_policy as remove_policy
 from polyamp_torch._ops import compiled as compiled
 from polyamp_torch._ops import devices as devices
 from polyamp_torch._ops import select as select
