@@ -1,6 +1,7 @@
 """`import polyamp.torch as amp`: the PyTorch face of polyamp (needs torch)."""
 
 from polyamp_torch import GradScaler as GradScaler
+from polyamp_torch import MasterWeights as MasterWeights
 from polyamp_torch import apply_policy as apply_policy
 from polyamp_torch import autocast as autocast
 from polyamp_torch import describe as describe
@@ -11,6 +12,7 @@ from polyamp_torch import remove_policy as remove_policy
 
 __all__ = [
     "GradScaler",
+    "MasterWeights",
     "apply_policy",
     "autocast",
     "describe",

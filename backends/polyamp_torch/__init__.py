@@ -8,6 +8,7 @@ from polyamp_torch._describe import idle_rules as idle_rules
 from polyamp_torch._describe import policy_tree as policy_tree
 from polyamp_torch._distributed import reduce as reduce
 from polyamp_torch._inspect import inspect as inspect
+from polyamp_torch._masters import MasterWeights as MasterWeights
 from polyamp_torch._modules import apply_policy as apply_policy
 from polyamp_torch._modules import remove_policy as remove_policy
 from polyamp_torch._ops import compiled as compiled

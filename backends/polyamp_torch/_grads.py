@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ _KNOWN = {
 }
 _REFUSED = (
     "gradients of dtype {} cannot be unscaled in place: small ones would fall below its range. Keep"
-    " float32 parameters and run the forward pass under autocast"
+    " float32 parameters and run the forward pass under autocast, or wrap the optimizer in"
+    " MasterWeights"
 )
 
 
@@ -87,6 +89,21 @@ class Gradients:
         grads = self._owned[id(optimizer)] = owned_grads(optimizer, fp16)
         return grads
 
+    def coalesce(self, optimizer: Optimizer) -> None:
+        """Sum up the duplicate entries of the optimizer's sparse gradients."""
+        grads = self.owned(optimizer)
+        done = self.done(grads)
+        unscaled = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is not None and grad.is_sparse and not grad.is_coalesced():
+                    param.grad = grad.coalesce()
+                if grad is not None and id(grad) in done:
+                    unscaled.append(param.grad)
+        if unscaled:
+            self.mark(optimizer, unscaled)
+
     def mark(
         self, optimizer: Optimizer, grads: Sequence[Tensor], found_inf: Tensor | None = None
     ) -> None:
@@ -139,6 +156,7 @@ class Gradients:
             _check_and_multiply(fresh, inverse, found_inf, flags, unscaled)
         finally:
             self.mark(optimizer, grads if len(unscaled) == len(grads) else unscaled)
+            tell(optimizer, "_gradients_unscaled")
         if twice or done:
             again = grads if twice else [grad for grad in grads if id(grad) in done]
             _check_and_multiply(again, torch.ones_like(inverse), found_inf, flags, [])
@@ -260,7 +278,8 @@ def needs_host_decision(optimizer: Optimizer) -> bool:
     torch's fused SGD makes its momentum buffers on the first step and, where that step is skipped
     on the device, leaves them unset but registered. Until it has them the skip is decided here.
     """
-    return isinstance(optimizer, torch.optim.SGD) and any(
+    inner = getattr(optimizer, "inner", optimizer)  # of MasterWeights
+    return isinstance(inner, torch.optim.SGD) and any(
         group.get("momentum", 0) != 0
         and any(
             p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
@@ -305,3 +324,50 @@ def combined(flags: Iterable[Tensor], home: torch.device) -> Tensor:
     if not moved:
         return torch.zeros((), dtype=torch.float32, device=home)
     return moved[0] if len(moved) == 1 else torch.stack(moved).amax()
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether the optimizer takes `grad_scale` and `found_inf` (and not the old keyword)."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return not _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step))
+
+
+_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _takes_scaler(step: Callable[..., Any]) -> bool:
+    known = _TAKES_SCALER.get(step)
+    if known is None:
+        known = "grad_scaler" in inspect.signature(step).parameters
+        _TAKES_SCALER[step] = known
+    return known
+
+
+def step_with(
+    optimizer: Optimizer, grad_scale: Any, found_inf: Tensor, args: Any, kwargs: Any
+) -> Any:
+    """Step with the two attributes fused kernels read, and always take them away again."""
+    own, done = getattr(optimizer, "grad_scale", None), False
+    try:
+        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        result = optimizer.step(*args, **kwargs)
+        done = True
+        return result
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        if own is not None and not done:
+            optimizer.grad_scale = own  # type: ignore[attr-defined]
+
+
+def tell(optimizer: Any, what: str) -> None:
+    """Let an optimizer that has gradients of its own (MasterWeights) know where the scaler is.
+
+    Args:
+        optimizer: any; most have no such method.
+        what: "_gradients_unscaled", by the scaler; or "_iteration_over": stepped, or skipped.
+    """
+    known = getattr(optimizer, what, None)
+    if known is not None:
+        known()

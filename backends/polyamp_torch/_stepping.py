@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,16 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from polyamp._errors import StateError
-from polyamp_torch._grads import Gradients, all_plain, combined, needs_host_decision
+from polyamp_torch._clip import Limit, clip_and_step
+from polyamp_torch._grads import (
+    Gradients,
+    all_plain,
+    combined,
+    is_fused,
+    needs_host_decision,
+    step_with,
+    tell,
+)
 from polyamp_torch._state import Keeper
 
 Tensor = torch.Tensor
@@ -75,8 +83,10 @@ class Stepping(torch.amp.GradScaler):
             )
         record = self._per_optimizer_states[id(optimizer)]
         try:
-            if _is_fused(optimizer):
-                return self._fused_step(optimizer, *args, **kwargs)
+            if is_fused(optimizer):
+                result = self._fused_step(optimizer, *args, **kwargs)
+                tell(optimizer, "_iteration_over")
+                return result
             result = super().step(optimizer, *args, **kwargs)
         except BaseException:
             if record["stage"] is OptState.UNSCALED:  # its gradients are marked: not twice
@@ -86,6 +96,7 @@ class Stepping(torch.amp.GradScaler):
         if "skipped" not in record:  # a subclass, or the optimizer, decided in its own way
             flags = list(record["found_inf_per_device"].values())
             self._remember(optimizer, combined(flags, flags[0].device) if flags else None)
+        tell(optimizer, "_iteration_over")
         return result
 
     def _maybe_opt_step(
@@ -103,35 +114,86 @@ class Stepping(torch.amp.GradScaler):
         record = self._per_optimizer_states[id(optimizer)]
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("stepped already: call update() before the next step()")
-        ready = record["stage"] is OptState.READY
-        grads = self._gradients.owned(optimizer)
-        if ready and (self._gradients.done(grads) or not all_plain(grads)):
-            start = combined(record["found_inf_per_device"].values(), scale.device)
-            record["found_inf_per_device"] = self._unscale_grads_(
-                optimizer, _inverse(scale), start, True
-            )
-            record["stage"], ready = OptState.UNSCALED, False
-        elif ready and not record.get("agreed"):
-            if type(self)._check_inf_per_device is Stepping._check_inf_per_device:
-                self._check_inf(optimizer, grads)
-            else:  # a subclass has its own
-                self._check_inf_per_device(optimizer)
+        own, grads = record.get("folded") or self._checked(optimizer, record, scale)
         found_inf = combined(record["found_inf_per_device"].values(), scale.device)
-        known_good = not self._on_device(scale) and not found_inf.item()
-        if not known_good and needs_host_decision(optimizer) and found_inf.item():
+        if self._must_skip(optimizer, found_inf):
             record["stage"] = OptState.STEPPED
             self._remember(optimizer, False)
             return None
-        own = getattr(optimizer, "grad_scale", None)
-        if ready:
-            own = scale.clone() if own is None else scale * own
-        result = _step_with(optimizer, own, found_inf, args, kwargs)
+        result = step_with(optimizer, own, found_inf, args, kwargs)
+        if record["stage"] is OptState.READY and _writes_back(optimizer):
+            self._gradients.mark(optimizer, grads, found_inf)
         record["stage"] = OptState.STEPPED
         self._remember(optimizer, found_inf)
-        if ready and _writes_back(optimizer):
-            self._gradients.mark(optimizer, grads, found_inf)
         self._gradients.settle(optimizer)
         return result
+
+    def _checked(
+        self, optimizer: Optimizer, record: dict[str, Any], scale: Tensor
+    ) -> tuple[Any, list[Tensor]]:
+        """What a fused step is to divide by, and its gradients, once they were looked at."""
+        grads = self._gradients.owned(optimizer)
+        if record["stage"] is OptState.READY:
+            if self._gradients.done(grads) or not all_plain(grads):
+                start = combined(record["found_inf_per_device"].values(), scale.device)
+                record["found_inf_per_device"] = self._unscale_grads_(
+                    optimizer, _inverse(scale), start, True
+                )
+                record["stage"] = OptState.UNSCALED
+            elif record.get("agreed"):
+                pass
+            elif type(self)._check_inf_per_device is Stepping._check_inf_per_device:
+                self._check_inf(optimizer, grads)
+            else:  # a subclass has its own
+                self._check_inf_per_device(optimizer)
+        own = getattr(optimizer, "grad_scale", None)
+        if record["stage"] is OptState.READY:
+            own = scale.clone() if own is None else scale * own
+        return own, grads
+
+    def _must_skip(self, optimizer: Optimizer, found_inf: Tensor) -> bool:
+        """Whether the fused step is to be skipped on the host; reads the flag only if it must."""
+        if self._on_device(found_inf):
+            return needs_host_decision(optimizer) and bool(found_inf.item())
+        return bool(found_inf.item()) and needs_host_decision(optimizer)
+
+    def clip_and_step(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Unscale, clip the norm of the optimizer's gradients and step, or skip: in fewer passes.
+
+        It does what `unscale_`, `torch.nn.utils.clip_grad_norm_` and `step` do one after another.
+        The norm is also the check for what is not finite, and unscaling and clipping are one
+        multiplication, which a fused optimizer does itself. After `unscale_` it only clips and
+        steps; with scaling disabled likewise, and then nothing is skipped.
+
+        A norm beyond float32 is no overflow: finite gradients are clipped to `max_norm` whatever
+        their size. (A fused step on an accelerator takes gradients for zero once
+        scale * norm / max_norm leaves float32; the host never does.) A skipped step leaves
+        gradients as they came.
+
+        Args:
+            optimizer: its gradients, of all groups together, are clipped. They carry the current
+                scale; those that `unscale_` or another optimizer's step unscaled do not.
+            max_norm: largest norm of the unscaled gradients; 0 or more, inf to only measure.
+            norm_type: order of the norm: a number above 0, or inf.
+            error_if_nonfinite: raise where a gradient is not finite; on an accelerator this waits.
+
+        Returns:
+            The norm before clipping, without the scale: 0-d, f32 (f64 if a gradient is), on the
+            scale's device; inf or NaN where a gradient is, inf where it is beyond float32.
+
+        Raises:
+            RuleError: `max_norm` or `norm_type` is out of range.
+            RuntimeError: a gradient is not finite and `error_if_nonfinite` is set: nothing is
+                changed; or a second step before `update`.
+            AssertionError, ValueError: as `step`.
+        """
+        return clip_and_step(self, optimizer, Limit.of(max_norm, norm_type), error_if_nonfinite)
 
     def step_all(self, optimizers: Iterable[Optimizer]) -> list[Any]:
         """Step several optimizers together: all of them, or none if one has a bad gradient.
@@ -161,7 +223,7 @@ class Stepping(torch.amp.GradScaler):
         for optimizer, record in zip(together, records, strict=True):
             if record["stage"] is not OptState.READY:
                 continue
-            if _is_fused(optimizer) and all_plain(self._gradients.owned(optimizer)):
+            if is_fused(optimizer) and all_plain(self._gradients.owned(optimizer)):
                 self._check_inf_per_device(optimizer)
             else:
                 self.unscale_(optimizer)
@@ -216,38 +278,3 @@ def _inverse(scale: Tensor) -> Tensor:
 def _writes_back(optimizer: Optimizer) -> bool:
     """Whether a fused step leaves the gradients unscaled, as torch's own kernels do."""
     return type(optimizer).__module__.startswith("torch.optim")
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    """Whether the optimizer takes `grad_scale` and `found_inf` (and not the old keyword)."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    return not _takes_scaler(getattr(optimizer.step, "__func__", optimizer.step))
-
-
-_TAKES_SCALER: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
-def _takes_scaler(step: Callable[..., Any]) -> bool:
-    known = _TAKES_SCALER.get(step)
-    if known is None:
-        known = "grad_scaler" in inspect.signature(step).parameters
-        _TAKES_SCALER[step] = known
-    return known
-
-
-def _step_with(
-    optimizer: Optimizer, grad_scale: Any, found_inf: Tensor, args: Any, kwargs: Any
-) -> Any:
-    """Step with the two attributes fused kernels read, and always take them away again."""
-    own, done = getattr(optimizer, "grad_scale", None), False
-    try:
-        optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        result = optimizer.step(*args, **kwargs)
-        done = True
-        return result
-    finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-        if own is not None and not done:
-            optimizer.grad_scale = own  # type: ignore[attr-defined]

@@ -63,6 +63,12 @@ BENCHES: dict[str, Bench] = {
         "scale + step + update beside torch.amp.GradScaler, and host syncs",
         needs="torch",
     ),
+    "torch-clip": Bench(
+        "polyamp_torch._bench_clip",
+        "torch_clip",
+        "clip_and_step + update beside torch's four calls, and beside no scaler",
+        needs="torch",
+    ),
 }
 """Every bench by its name on the command line."""
 

@@ -16,7 +16,6 @@ from torch_scaler_cases import (
     OPTIMIZERS,
     backward,
     iterate,
-    make_scaler,
     parameter,
 )
 
@@ -24,11 +23,6 @@ import polyamp
 
 both_kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
-
-
-@pytest.fixture(params=["host", "device"])
-def make(request):
-    return partial(make_scaler, request.param)
 
 
 def torch_scaler(**kwargs):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch_scaler_cases import (
@@ -23,11 +21,6 @@ import polyamp.torch as amp
 
 both_kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
-
-
-@pytest.fixture(params=["host", "device"])
-def make(request):
-    return partial(make_scaler, request.param)
 
 
 def torch_scaler(**kwargs):

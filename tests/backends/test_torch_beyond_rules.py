@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -23,11 +22,6 @@ import polyamp.torch as amp
 from polyamp import Dynamic, Static
 
 both_kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
-
-
-@pytest.fixture(params=["host", "device"])
-def make(request):
-    return partial(make_scaler, request.param)
 
 
 @pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")

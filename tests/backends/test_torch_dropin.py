@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-from functools import partial
 
 import pytest
 import torch
-from torch_scaler_cases import INF, OPTIMIZERS, backward, iterate, make_scaler, parameter
+from torch_scaler_cases import INF, OPTIMIZERS, backward, iterate, parameter
 
 import polyamp.torch as amp
 
@@ -15,11 +14,6 @@ KEYS = ["scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
-
-
-@pytest.fixture(params=["host", "device"])
-def make(request):
-    return partial(make_scaler, request.param)
 
 
 def problem(kind="plain", **kwargs):

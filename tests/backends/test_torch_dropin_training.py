@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch_scaler_cases import (
@@ -12,7 +10,6 @@ from torch_scaler_cases import (
     OPTIMIZERS,
     backward,
     iterate,
-    make_scaler,
     parameter,
     same_bits,
     tensors_of,
@@ -22,11 +19,6 @@ from torch_scaler_cases import (
 import polyamp.torch as amp
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
-
-
-@pytest.fixture(params=["host", "device"])
-def make(request):
-    return partial(make_scaler, request.param)
 
 
 BUILDERS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -16,11 +15,6 @@ import polyamp.torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
 both_kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
-
-
-@pytest.fixture(params=["host", "device"])
-def make(request):
-    return partial(make_scaler, request.param)
 
 
 class TestReusedGradients:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch_scaler_cases import INF, OPTIMIZERS, backward, iterate, make_scaler, parameter
@@ -12,11 +10,6 @@ import polyamp
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
 both_kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
-
-
-@pytest.fixture(params=["host", "device"])
-def make(request):
-    return partial(make_scaler, request.param)
 
 
 def fail(*args):

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
 
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
-from torch_scaler_cases import INF, NAN, OPTIMIZERS, backward, iterate, make_scaler, parameter
+from torch_scaler_cases import INF, NAN, OPTIMIZERS, backward, iterate, parameter
 
 import polyamp.torch as amp
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
-
-
-@pytest.fixture(params=["host", "device"])
-def make(request):
-    return partial(make_scaler, request.param)
 
 
 def problem(**kwargs):
