@@ -2,6 +2,7 @@
 
 from polyamp_torch import GradScaler as GradScaler
 from polyamp_torch import MasterWeights as MasterWeights
+from polyamp_torch import Trainer as Trainer
 from polyamp_torch import apply_policy as apply_policy
 from polyamp_torch import autocast as autocast
 from polyamp_torch import describe as describe
@@ -13,6 +14,7 @@ from polyamp_torch import remove_policy as remove_policy
 __all__ = [
     "GradScaler",
     "MasterWeights",
+    "Trainer",
     "apply_policy",
     "autocast",
     "describe",

@@ -18,5 +18,6 @@ from polyamp_torch._ops import xp as xp
 from polyamp_torch._scaler import GradScaler as GradScaler
 from polyamp_torch._schedule import lr_step as lr_step
 from polyamp_torch._toy import toy_step as toy_step
+from polyamp_torch._trainer import Trainer as Trainer
 
 NAME = "torch"

@@ -63,6 +63,12 @@ BENCHES: dict[str, Bench] = {
         "scale + step + update beside torch.amp.GradScaler, and host syncs",
         needs="torch",
     ),
+    "torch-policy": Bench(
+        "polyamp_torch._bench_policy",
+        "torch_policy",
+        "apply_policy and Trainer beside the same written by hand",
+        needs="torch",
+    ),
     "torch-clip": Bench(
         "polyamp_torch._bench_clip",
         "torch_clip",
