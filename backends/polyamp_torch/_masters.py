@@ -168,7 +168,7 @@ class MasterWeights(Optimizer):
         """Widen what is new among the model's gradients; whether a change came too late."""
         late, new = False, []
         for pair in self._pairs:
-            if pair.is_current() or (self._summing and pair.param.grad is None):
+            if pair.is_current():
                 continue
             if self._locked or (self._open and pair.was_touched()):
                 late = late or pair.param.grad is not None

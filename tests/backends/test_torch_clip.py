@@ -102,7 +102,9 @@ class TestRightValues:
         scaler = make(init_scale=1.0)
         p, optimizer = one(kind, 0.0, 0.0)
         give(scaler, p, 3e-25, 4e-25)
-        assert scaler.clip_and_step(optimizer, 1.0).item() == pytest.approx(5e-25, rel=1e-5)
+        assert scaler.clip_and_step(optimizer, 1.0).item() == pytest.approx(
+            5e-25, rel=1e-5, abs=0.0
+        )
 
     @both_kinds
     def test_max_norm_zero_and_infinite(self, make, kind):
@@ -148,6 +150,17 @@ class TestOverflow:
         scaler.update()
         assert p.tolist() == [1.0, 1.0]
         assert (scaler.applied(optimizer), scaler.get_scale()) == (False, 2.0**-21)
+
+    @both_kinds
+    def test_is_judged_even_where_the_norm_is_easy(self, make, kind):
+        scaler = make(init_scale=2.0**-70)
+        p, optimizer = one(kind, 1.0, 1.0)
+        scaler.scale(torch.ones(()))
+        p.grad = torch.tensor([1e18, 1.0])  # 1e39 unscaled; its square is within float32
+        scaler.clip_and_step(optimizer, 1.0)
+        scaler.update()
+        assert p.tolist() == [1.0, 1.0]
+        assert scaler.applied(optimizer) is False
 
     @both_kinds
     def test_is_not_what_only_the_norm_of_unscaled_values_does(self, make, kind):

@@ -248,6 +248,19 @@ class TestManyGradients:
         assert p.tolist() == pytest.approx([-0.2, -0.6], abs=1e-5)
 
     @both_kinds
+    @pytest.mark.parametrize("second", OPTIMIZERS)
+    def test_a_skip_leaves_a_shared_gradient_scaled(self, make, kind, second):
+        scaler = make(init_scale=1024.0)
+        p, q = parameter(1.0), parameter(1.0)
+        a, b = OPTIMIZERS[kind]([p, q]), OPTIMIZERS[second]([p])
+        give(scaler, p, 3.0)
+        give(scaler, q, NAN)
+        scaler.clip_and_step(a, 1.0)
+        assert scaler.clip_and_step(b, 1.5).item() == 3.0
+        scaler.update()
+        assert (p.item(), q.item()) == (pytest.approx(-0.5, abs=1e-5), 1.0)
+
+    @both_kinds
     def test_no_gradients(self, make, kind):
         scaler = make(init_scale=8.0)
         p, optimizer = one(kind, 1.0)

@@ -215,6 +215,8 @@ class TestStepping:
             for _ in range(2):
                 optimizer.zero_grad()
                 scaler.scale(table(torch.tensor([1, 4, 1])).float().sum()).backward()
+                (master,) = optimizer.master_parameters()
+                assert not sparse or master.grad.is_coalesced()
                 scaler.step(optimizer)
                 scaler.update()
             results.append([*optimizer.master_parameters(), table.weight])

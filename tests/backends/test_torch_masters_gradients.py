@@ -130,6 +130,35 @@ class TestGradients:
         scaler.step(optimizer)
         assert p.item() == -1.0
 
+    def test_after_a_fused_first_step_that_the_host_skipped(self, make):
+        scaler = make(init_scale=8.0)
+        p = parameter(1.0, dtype=torch.float16)
+        optimizer = sgd(p, lr=0.25, momentum=0.5, fused=True)
+        values = []
+        for symbol in "x..":
+            if p.grad is not None:
+                p.grad.zero_()  # not by the optimizer
+            scaler.scale(p.sum()).backward()
+            if symbol == "x":
+                p.grad[0] = INF
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            values.append(p.item())
+        assert values == [1.0, 0.75, 0.375]
+
+    def test_a_gradient_that_was_set_is_not_written_into(self):
+        p = parameter(1.0, dtype=torch.float16)
+        optimizer = sgd(p)
+        p.grad = torch.ones(1).half()
+        (master,) = optimizer.master_parameters()
+        mine = master.grad = master.grad * 0.5
+        optimizer.step()
+        assert p.item() == 0.5
+        p.grad = torch.ones(1).half()
+        optimizer.step()
+        assert (p.item(), mine.item()) == (-0.5, 0.5)
+
     def test_channels_last(self):
         p = torch.nn.Parameter(
             torch.ones(2, 3, 4, 4, dtype=torch.float16).to(memory_format=torch.channels_last)

@@ -101,6 +101,15 @@ class TestWrittenParameters:
             p.fill_(3.0)
         assert optimizer.state_dict()[KEY][0].item() == 3.0
 
+    def test_a_copy_follows_the_model(self):
+        p = parameter(1.0, dtype=torch.float16)
+        optimizer = sgd(p)
+        with torch.no_grad():
+            p.fill_(3.0)
+        other, copied = copy.deepcopy((p, optimizer))
+        copied.step()
+        assert next(copied.master_parameters()).item() == other.item() == 3.0
+
     def test_write_back(self):
         p = parameter(1.0, dtype=torch.float16)
         optimizer = sgd(p)
