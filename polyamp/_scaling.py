@@ -16,6 +16,7 @@ its part. Parity with a native kernel holds for factors that float32 represents 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -45,7 +46,7 @@ class Change(NamedTuple):
     memory: tuple[Any, ...]
 
 
-class Rule:
+class Rule(ABC):
     """Base of loss-scaling rules: frozen, hashable, equal rules have equal hashes."""
 
     wants_amax: ClassVar[bool] = False
@@ -55,13 +56,13 @@ class Rule:
     max_scale: float
     max_skips_in_a_row: int | None
 
+    @abstractmethod
     def init(self, xp: Namespace = host) -> ScalerState:
         """The state before the first step, in the framework of `xp`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bind_change(self, xp: Namespace) -> Callable[[ScalerState, Any, Signal], Change]:
         """The rule's function `(state, good, signal) -> Change` with its constants prepared."""
-        raise NotImplementedError
 
     def can_fault(self) -> bool:
         """Whether this rule can ever set `ScalerState.fault`."""

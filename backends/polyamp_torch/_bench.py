@@ -114,12 +114,17 @@ def scaler_syncs(scaler: torch.amp.GradScaler, problem: Problem) -> int:
     The optimizer's own are those of its `step` without a scaler, such as Adam's look at its step
     counters, which torch keeps on the CPU.
     """
+    return syncs(lambda: problem.iterate(scaler), problem)
+
+
+def syncs(step: Callable[[], object], problem: Problem) -> int:
+    """Host syncs of a second call of `step`, less those of the optimizer's own step."""
     problem.restore()
-    problem.iterate(scaler)
+    step()
     problem.restore()
     together, alone = SyncCount(), SyncCount()
     with together:
-        problem.iterate(scaler)
+        step()
     with alone:
         problem.optimizer.step()
     return together.count - alone.count
@@ -133,27 +138,28 @@ def torch_step(quick: bool, tell: Tell) -> Report:
         tell(f"torch-step: {name}, {rounds} rounds of three scalers")
         found = in_fresh_python("-m", "polyamp_torch._bench", name, str(rounds))
         rows += [Row(**row) for row in found]
-    threads = torch.get_num_threads()
-    device = f"cpu: {cpu_name()}, {threads} threads"
+    return report(
+        "torch-step",
+        rows,
+        "scale + step + update on ResNet-50's 161 gradient tensors (25.6M numbers).",
+        "ratio: median paired time over torch.amp.GradScaler, divided by the same of a second"
+        " torch.amp.GradScaler, which is the peer; low and high: its 95 % interval.",
+        "host syncs: beyond the optimizer's own, in device mode on CPU tensors; the peer is"
+        " torch.amp.GradScaler.",
+    )
+
+
+def report(bench: str, rows: Sequence[Row], *notes: str) -> Report:
+    """The report of one of torch's benches, with this machine and these versions."""
+    device = f"cpu: {cpu_name()}, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device += f"; cuda: {torch.cuda.get_device_name()}"
-    return Report(
-        bench="torch-step",
-        device=device,
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "polyamp": polyamp.__version__,
-        },
-        rows=rows,
-        notes=(
-            "scale + step + update on ResNet-50's 161 gradient tensors (25.6M numbers).",
-            "ratio: median paired time over torch.amp.GradScaler, divided by the same of a second"
-            " torch.amp.GradScaler, which is the peer; low and high: its 95 % interval.",
-            "host syncs: beyond the optimizer's own, in device mode on CPU tensors; the peer is"
-            " torch.amp.GradScaler.",
-        ),
-    )
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "polyamp": polyamp.__version__,
+    }
+    return Report(bench, device, versions, rows, notes)
 
 
 def measure(
@@ -212,12 +218,21 @@ def _label(name: str, device: str) -> str:
     return name if device == "cpu" else f"{name} on {device}"
 
 
-def _main(name: str, rounds: str) -> None:
+def print_rows(
+    measured: Callable[[str, int, Sequence[Shape], Sequence[str]], list[Row]],
+    name: str,
+    rounds: str,
+) -> None:
+    """Measure one optimizer on every device and print its rows as JSON, for the parent process."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    rows = measure(name, int(rounds), resnet50_shapes(), devices)
+    rows = measured(name, int(rounds), resnet50_shapes(), devices)
     keys = ("name", "value", "unit", "peer", "limit")
     plain: list[dict[str, Any]] = [{key: getattr(row, key) for key in keys} for row in rows]
     print(json.dumps(plain))
+
+
+def _main(name: str, rounds: str) -> None:
+    print_rows(measure, name, rounds)
 
 
 if __name__ == "__main__":

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-import polyamp
 from polyamp.bench.harness import (
     Case,
     Tell,
     corrected_ratio,
-    cpu_name,
     in_fresh_python,
     interleaved,
     ratio,
 )
 from polyamp.bench.report import Report, Row
-from polyamp.bench.shapes import Shape, resnet50_shapes
+from polyamp.bench.shapes import Shape
 from polyamp_torch._bench import _SCALE as SCALE
-from polyamp_torch._bench import OPTIMIZERS, Problem
+from polyamp_torch._bench import OPTIMIZERS, Problem, print_rows, report, syncs
 from polyamp_torch._scaler import GradScaler
-from polyamp_torch._sync_count import SyncCount
 
 TORCH_LIMITS = {"sgd-fused": 0.65, "adam-fused": 0.75}
 PLAIN_LIMITS = {"sgd-fused": 1.0, "adam-fused": 1.0}
@@ -46,28 +40,16 @@ def torch_clip(quick: bool, tell: Tell) -> Report:
         tell(f"torch-clip: {name}, {rounds} rounds of four ways")
         found = in_fresh_python("-m", "polyamp_torch._bench_clip", name, str(rounds))
         rows += [Row(**row) for row in found]
-    threads = torch.get_num_threads()
-    device = f"cpu: {cpu_name()}, {threads} threads"
-    if torch.cuda.is_available():
-        device += f"; cuda: {torch.cuda.get_device_name()}"
-    return Report(
-        bench="torch-clip",
-        device=device,
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "polyamp": polyamp.__version__,
-        },
-        rows=rows,
-        notes=(
-            "scale + clip_and_step + update on ResNet-50's 161 gradient tensors (25.6M numbers),"
-            " clipped from norm 5 to 1.",
-            "over torch: scale + unscale_ + clip_grad_norm_ + step + update of torch.amp.GradScaler"
-            " is the peer; median paired time over it, divided by its ratio to itself.",
-            "over no scaler: clip_grad_norm_ + step on unscaled gradients is the peer; both"
-            " intervals hold 95 %.",
-            "host syncs: beyond the optimizer's own, in device mode on CPU tensors.",
-        ),
+    return report(
+        "torch-clip",
+        rows,
+        "scale + clip_and_step + update on ResNet-50's 161 gradient tensors (25.6M numbers),"
+        " clipped from norm 5 to 1.",
+        "over torch: scale + unscale_ + clip_grad_norm_ + step + update of torch.amp.GradScaler is"
+        " the peer; median paired time over it, divided by its ratio to itself.",
+        "over no scaler: clip_grad_norm_ + step on unscaled gradients is the peer; both intervals"
+        " hold 95 %.",
+        "host syncs: beyond the optimizer's own, in device mode on CPU tensors.",
     )
 
 
@@ -172,27 +154,11 @@ def sync_row(name: str, device: str = "cpu") -> Row:
 
     peer = four_calls(torch.amp.GradScaler(device), problem)
     limit = 0 if name.endswith("fused") else 1
-    return Row(f"{label} host syncs", _syncs(ours, problem), "count", _syncs(peer, problem), limit)
-
-
-def _syncs(way: Way, problem: Problem) -> int:
-    problem.restore()
-    way()
-    problem.restore()
-    together, alone = SyncCount(), SyncCount()
-    with together:
-        way()
-    with alone:
-        problem.optimizer.step()
-    return together.count - alone.count
+    return Row(f"{label} host syncs", syncs(ours, problem), "count", syncs(peer, problem), limit)
 
 
 def _main(name: str, rounds: str) -> None:
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    rows = measure(name, int(rounds), resnet50_shapes(), devices)
-    keys = ("name", "value", "unit", "peer", "limit")
-    plain: list[dict[str, Any]] = [{key: getattr(row, key) for key in keys} for row in rows]
-    print(json.dumps(plain))
+    print_rows(measure, name, rounds)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import polyamp
-from polyamp.bench.harness import Case, Tell, corrected_ratio, cpu_name, interleaved, ratio
+from polyamp.bench.harness import Case, Tell, corrected_ratio, interleaved, ratio
 from polyamp.bench.report import Report, Row
+from polyamp_torch._bench import report
 from polyamp_torch._cast import default_device_type
 from polyamp_torch._demo_models import Transformer
 from polyamp_torch._modules import apply_policy
@@ -159,20 +159,12 @@ def torch_policy(quick: bool, tell: Tell) -> Report:
     tell(f"torch-policy: training step, {rounds} rounds")
     hands = [hand_step(device) for _ in range(2)]
     rows += _rows("Trainer step", hands, trainer_step(device), device, rounds, TRAINER_LIMIT)
-    return Report(
-        bench="torch-policy",
-        device=f"{device}: {cpu_name()}, {torch.get_num_threads()} threads",
-        versions={
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "polyamp": polyamp.__version__,
-        },
-        rows=rows,
-        notes=(
-            "The demo's transformer, norms and head float32, the rest bfloat16.",
-            "ratio: median paired time over the same written by hand with torch.autocast, divided"
-            " by that of a second one by hand, which is the peer; low and high: 95 % interval.",
-        ),
+    return report(
+        "torch-policy",
+        rows,
+        "The demo's transformer, norms and head float32, the rest bfloat16.",
+        "ratio: median paired time over the same written by hand with torch.autocast, divided by"
+        " that of a second one by hand, which is the peer; low and high: 95 % interval.",
     )
 
 

@@ -15,10 +15,16 @@ from polyamp._dynamic import Dynamic
 from polyamp._errors import RuleError
 from polyamp._interchange import scaler_from_dict, scaler_to_dict
 from polyamp._policy import Policy, parse_policy
-from polyamp._presets import like, resolve_rule
 from polyamp._scaling import Rule
 from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
 from polyamp._xp import F32_MAX
+from polyamp_torch._arguments import (
+    TORCH,
+    DefaultFloat,
+    DefaultInt,
+    rule_from,
+    whole,
+)
 from polyamp_torch._cast import default_device_type
 from polyamp_torch._grads import Gradients, combined, scaled
 from polyamp_torch._state import Keeper
@@ -26,16 +32,6 @@ from polyamp_torch._state_dict import export_state, import_state
 from polyamp_torch._stepping import Stepping
 
 Tensor = torch.Tensor
-
-_TORCH = like("torch")
-
-
-class _Float(float):
-    """A default that is told from the same number given."""
-
-
-class _Int(int):
-    """A default that is told from the same number given."""
 
 
 class GradScaler(Stepping):
@@ -73,10 +69,10 @@ class GradScaler(Stepping):
     def __init__(
         self,
         device: str = "cuda",
-        init_scale: float = _Float(2.0**16),
-        growth_factor: float = _Float(2.0),
-        backoff_factor: float = _Float(0.5),
-        growth_interval: int = _Int(2000),
+        init_scale: float = DefaultFloat(2.0**16),
+        growth_factor: float = DefaultFloat(2.0),
+        backoff_factor: float = DefaultFloat(0.5),
+        growth_interval: int = DefaultInt(2000),
         enabled: bool = True,
         *,
         rule: Rule | str | None = None,
@@ -89,15 +85,19 @@ class GradScaler(Stepping):
             "init_scale": init_scale,
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
-            "growth_interval": _whole(growth_interval),
+            "growth_interval": whole(growth_interval),
             "min_scale": min_scale,
             "max_scale": max_scale,
             "hysteresis": hysteresis,
         }
-        given = {k: v for k, v in given.items() if not isinstance(v, (_Float, _Int, type(None)))}
+        given = {
+            k: v
+            for k, v in given.items()
+            if not isinstance(v, (DefaultFloat, DefaultInt, type(None)))
+        }
         if policy is not None and not parse_policy(policy).needs_scaling and rule is None:
             enabled = False
-        self._keeper = Keeper(_rule_from(rule, given) if enabled else _TORCH)
+        self._keeper = Keeper(rule_from(rule, given) if enabled else TORCH)
         self._force_device_mode = False
         self._known_row = self._told = 0
         self._last_decision: Decision | None = None
@@ -135,7 +135,7 @@ class GradScaler(Stepping):
 
     @_growth_interval.setter
     def _growth_interval(self, value: int) -> None:
-        self._change_rule(growth_interval=_whole(value))
+        self._change_rule(growth_interval=whole(value))
 
     def _change_rule(self, **changes: Any) -> None:
         if not self._constructed:
@@ -383,25 +383,3 @@ class GradScaler(Stepping):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._gradients, self._results = Gradients(), {}
-
-
-def _whole(value: Any) -> Any:
-    """torch takes 2000.0 for a growth interval, and 10**12 for never; the rule wants an int32."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return min(value, 2**31 - 1) if type(value) is int else value
-
-
-def _rule_from(rule: Rule | str | None, given: dict[str, Any]) -> Rule:
-    if rule is None:
-        return like("torch", **given)
-    if given:
-        first, value = next(iter(given.items()))
-        raise RuleError(
-            f"give either rule= or {', '.join(given)}, not both; a rule takes them itself, as in"
-            f' Dynamic.like("megatron", {first}={value!r})'
-        )
-    chosen = resolve_rule(rule)
-    if chosen.wants_amax:
-        raise RuleError(f"GradScaler does not measure amax, which {chosen!r} needs")
-    return chosen
