@@ -341,7 +341,11 @@ def test_a_wrong_rule_value(key: str, value: Any) -> None:
 
 def test_a_rule_of_somebody_elses_cannot_be_saved() -> None:
     class Mine(polyamp.Rule):
-        pass
+        def init(self, xp=polyamp.host):
+            return Dynamic().init(xp)
+
+        def bind_change(self, xp):
+            return Dynamic().bind_change(xp)
 
     Double = type("Dynamic", (Dynamic,), {})
     for rule in (Mine(), Double(), "torch", Dynamic):
