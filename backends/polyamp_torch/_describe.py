@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from polyamp_torch._modules import APPLIED, Applied, rules_of, unwrapped
+from polyamp_torch._modules import APPLIED, Applied, rules_of
+from polyamp_torch._wrappers import unwrapped
 
 Module = torch.nn.Module
 

@@ -27,8 +27,7 @@ class ExponentialMovingAverage:
     def __init__(
         self, model: Module, decay: float, master_of: Callable[[Tensor], Tensor] = lambda p: p
     ) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"ema_decay must be at least 0 and below 1, got {decay!r}")
+        check_decay(decay)
         self.module = copy.deepcopy(model).requires_grad_(False)
         self._model, self._decay, self._master_of = model, decay, master_of
         self._average = [self._wide(p).clone() for p in model.parameters()]
@@ -70,3 +69,9 @@ class ExponentialMovingAverage:
         for name, average in mine.items():
             average.copy_(state_dict[name])
         self._write()
+
+
+def check_decay(decay: float) -> None:
+    """Raise ValueError unless 0 <= decay < 1."""
+    if not 0.0 <= decay < 1.0:
+        raise ValueError(f"ema_decay must be at least 0 and below 1, got {decay!r}")

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from polyamp_torch._cast import map_tensors, wide
@@ -52,7 +53,7 @@ _NAMES: dict[str, str] = {
 }
 _PROMOTE = (
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
-    " index_add scatter masked_scatter lerp mv"
+    " index_add index_reduce scatter scatter_reduce masked_scatter put lerp mv addmv"
 )
 PROMOTE = "promote"
 """In the place of a family: operators whose inputs are brought to the widest format among them."""
@@ -111,6 +112,8 @@ class FamilyMode(TorchFunctionMode):
 
 class _Active(threading.local):
     families: frozenset[str] = frozenset()
+    formats: frozenset[torch.dtype] = frozenset()
+    """Low formats of the regions around, autocast's cache of weights may hold all of them."""
 
 
 _active = _Active()
@@ -131,24 +134,29 @@ class Region:
         self._device, self._dtype, self._families = device, dtype, families
         self._entered = contextlib.ExitStack()
 
+    @_disable_dynamo  # a graph break around it must not compile it by itself
     def __enter__(self) -> None:
-        self._outside, self._off = _active.families, False
+        self._outside, self._off = (_active.families, _active.formats), False
+        formats = _active.formats
+        if _autocasts(self._device):
+            formats |= {torch.get_autocast_dtype(self._device)}
         if self._dtype is None:
             self._off = _autocasts(self._device)
             if self._off:
                 torch.set_autocast_enabled(self._device, False)
         elif torch.amp.is_autocast_available(self._device):
             with contextlib.ExitStack() as stack:
-                stack.enter_context(_autocast(self._device, self._dtype))
+                stack.enter_context(_autocast(self._device, self._dtype, formats))
                 if self._families and self._device == "cpu":
                     _register()
                 elif self._families and self._device != "cuda":
                     stack.enter_context(FamilyMode(self._device, self._families))
                 self._entered = stack.pop_all()
-        _active.families = self._families
+        _active.families, _active.formats = self._families, formats
 
+    @_disable_dynamo
     def __exit__(self, *error: Any) -> None:
-        _active.families = self._outside
+        _active.families, _active.formats = self._outside
         if self._off:
             torch.set_autocast_enabled(self._device, True)
         self._entered.__exit__(*error)
@@ -158,10 +166,9 @@ def _autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def _autocast(device: str, dtype: torch.dtype) -> torch.autocast:
+def _autocast(device: str, dtype: torch.dtype, around: frozenset[torch.dtype]) -> torch.autocast:
     """torch.autocast, whose cache of cast weights must not serve two formats: it has one key."""
-    other = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype
-    return torch.autocast(device, dtype, cache_enabled=False if other else None)
+    return torch.autocast(device, dtype, cache_enabled=None if around <= {dtype} else False)
 
 
 class Again:
@@ -173,10 +180,12 @@ class Again:
     def __init__(self, families: frozenset[str]) -> None:
         self._families = families
 
+    @_disable_dynamo
     def __enter__(self) -> None:
         self._outside = _active.families
         _active.families = self._families
 
+    @_disable_dynamo
     def __exit__(self, *error: Any) -> None:
         _active.families = self._outside
 

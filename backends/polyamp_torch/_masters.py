@@ -83,6 +83,7 @@ class MasterWeights(Optimizer):
 
     def _restore(self, inner: Optimizer, pairs: list[Pair]) -> None:
         self.inner = inner
+        inner._polyamp_masters = self  # type: ignore[attr-defined]
         self._pairs = pairs
         self._open = self._summing = self._locked = False
         for name in _SHARED_HOOKS:
@@ -368,6 +369,11 @@ def _check(optimizer: Any) -> None:
         )
     if isinstance(optimizer, MasterWeights):
         raise BackendError("this optimizer has master weights already: use it as it is")
+    if getattr(optimizer, "_polyamp_masters", None) is not None:
+        raise BackendError(
+            "this optimizer is inside a MasterWeights already, and holds its masters: go on with"
+            " that wrapper, or make the optimizer anew over the model's parameters"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise BackendError(

@@ -17,11 +17,11 @@ are not.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from typing import cast as cast_to
 
 import torch
 
@@ -30,18 +30,13 @@ from polyamp._policy import Policy, parse_policy, require_supported
 from polyamp._policy_map import PolicyMap
 from polyamp._policy_pattern import OP_FAMILIES
 from polyamp_torch._cast import cast, default_device_type, dtype_of, map_tensors
+from polyamp_torch._dtypes import LOW, WIDE, check_parameters, own_of, retype, target_of
 from polyamp_torch._families import Again, FamilyMode, Region, traced
+from polyamp_torch._wrappers import check_ddp, unwrapped
 
 Module = torch.nn.Module
 
 APPLIED = "_polyamp_applied"
-_LOW = ("float16", "bfloat16")
-_WIDE = ("float32", "float64")
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_BATCH_NORM = torch.nn.modules.batchnorm._NormBase
-_SPECTRAL_NORM = torch.nn.utils.parametrizations._SpectralNorm
-"""Whose buffers are multiplied with the parameter, and have its dtype."""
-_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm, _BATCH_NORM)
 _PLAIN = frozenset(
     kind.forward
     for kind in (
@@ -81,12 +76,12 @@ class Applied:
     ran: bool = False
 
     def __post_init__(self) -> None:
-        self.low = self.policy.compute_dtype in _LOW
+        self.low = self.policy.compute_dtype in LOW
         self.compute = dtype_of(self.policy.compute_dtype)
         self.output = dtype_of(self.policy.output_dtype)
 
 
-def run(module: Module, applied: Applied, *args: Any, **kwargs: Any) -> Any:
+def run(module: Module, applied: Applied, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module under its policy."""
     applied.ran = True
     forward = applied.forward or functools.partial(type(module).forward, module)
@@ -123,7 +118,7 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     yield from found
 
 
-def replicate(module: Module, applied: Applied) -> Module:
+def replicate(module: Module, applied: Applied, /) -> Module:
     """DataParallel's copy of a module, whose forward must run on the copy's own weights."""
     replica: Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
     _wrap(replica, applied)
@@ -133,25 +128,28 @@ def replicate(module: Module, applied: Applied) -> Module:
 def _wrap(module: Module, applied: Applied) -> None:
     module.__dict__[APPLIED] = applied
     if applied.boundary or applied.families:
-        module.__dict__["forward"] = functools.partial(run, module, applied)
+        forward = functools.partial(run, module, applied)
+        forward.__signature__ = _signature(module)  # type: ignore[attr-defined]
+        module.__dict__["forward"] = forward
         module.__dict__["_replicate_for_data_parallel"] = functools.partial(
             replicate, module, applied
         )
 
 
-def unwrapped(model: Module) -> Module:
-    """The model inside torch.compile's, DataParallel's and DistributedDataParallel's wrappers."""
-    while model is not (inner := _inside(model)):
-        model = inner
-    return model
-
-
-def _inside(model: Module) -> Module:
-    """What is inside the outermost wrapper, or the model itself."""
-    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-        return cast_to(Module, model.module)
-    compiled = isinstance(model, torch._dynamo.OptimizedModule)
-    return cast_to(Module, model._orig_mod) if compiled else model
+def _signature(module: Module) -> inspect.Signature:
+    """Of the module's own forward, for those who look for argument names; picklable."""
+    simple = (type(None), bool, int, float, str)
+    own = inspect.signature(module.forward)
+    params = [
+        param.replace(
+            annotation=inspect.Parameter.empty,
+            default=param.default if isinstance(param.default, simple) else ...,
+        )
+        if param.default is not inspect.Parameter.empty
+        else param.replace(annotation=inspect.Parameter.empty)
+        for param in own.parameters.values()
+    ]
+    return inspect.Signature(params)
 
 
 def rules_of(model: Module) -> PolicyMap | None:
@@ -188,18 +186,25 @@ def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
     root = unwrapped(model)
     rules = policy if isinstance(policy, PolicyMap) else PolicyMap(default=parse_policy(policy))
     plan = _plan(root, rules)
-    _check_parameters(root, plan)
-    _check_ddp(
-        model, {own: _target(m, a, own) for m, a in plan.items() for own in _own(m).values()}
-    )
-    remove_policy(model)
+    known = _known(root)
+    before = {
+        module: {name: known.get(module, {}).get(name, own.dtype) for name, own in own_of(module)}
+        for module in plan
+    }
+    wanted = {
+        own: target_of(module, applied, own, before[module][name])
+        for module, applied in plan.items()
+        for name, own in own_of(module)
+    }
+    check_parameters(root, plan, before)
+    check_ddp(model, wanted)
+    _strip(root)
+    plan[root].rules = rules
+    for own, dtype in wanted.items():
+        retype(own, dtype)
     for module, applied in plan.items():
         applied.forward = module.__dict__.get("forward")
-        applied.dtypes = {name: own.dtype for name, own in _own(module).items()}
-    plan[root].rules = rules
-    for module, applied in plan.items():
-        for own in _own(module).values():
-            _retype(own, _target(module, applied, own))
+        applied.dtypes = before[module]
         _wrap(module, applied)
     return model
 
@@ -213,36 +218,36 @@ def remove_policy(model: Module) -> Module:
     Raises:
         PolicyError: parameters would be cast inside DistributedDataParallel.
     """
-    found = [(m, a) for m in unwrapped(model).modules() if (a := m.__dict__.get(APPLIED))]
-    before = [
-        (own, applied.dtypes[name])
-        for module, applied in found
-        for name, own in _own(module).items()
-        if name in applied.dtypes
-    ]
-    _check_ddp(model, dict(before))
-    for module, applied in found:
-        for name in (APPLIED, "_replicate_for_data_parallel", "forward"):
-            module.__dict__.pop(name, None)
-        if applied.forward is not None:
-            module.__dict__["forward"] = applied.forward
-    for own, dtype in before:
-        _retype(own, dtype)
+    root = unwrapped(model)
+    known = _known(root)
+    before = {
+        own: dtypes[name]
+        for module, dtypes in known.items()
+        for name, own in own_of(module)
+        if name in dtypes
+    }
+    check_ddp(model, before)
+    _strip(root)
+    for own, dtype in before.items():
+        retype(own, dtype)
     return model
 
 
-def _check_ddp(model: Module, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
-    """Refuse to cast what DistributedDataParallel has made its buckets for."""
-    while model is not (inner := _inside(model)):
-        cast = isinstance(model, torch.nn.parallel.DistributedDataParallel) and any(
-            own.dtype != dtype for own, dtype in dtypes.items()
-        )
-        if cast:
-            raise PolicyError(
-                "this policy casts parameters, whose gradients DistributedDataParallel would no"
-                " longer reduce; apply or remove it before the model is wrapped"
-            )
-        model = inner
+def _known(root: Module) -> dict[Module, dict[str, torch.dtype]]:
+    """The dtypes that the modules with a policy had before, by name."""
+    return {m: m.__dict__[APPLIED].dtypes for m in root.modules() if APPLIED in m.__dict__}
+
+
+def _strip(root: Module) -> None:
+    """Give every module its own forward back."""
+    for module in root.modules():
+        applied = module.__dict__.pop(APPLIED, None)
+        if applied is None:
+            continue
+        for name in ("_replicate_for_data_parallel", "forward"):
+            module.__dict__.pop(name, None)
+        if applied.forward is not None:
+            module.__dict__["forward"] = applied.forward
 
 
 def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
@@ -257,7 +262,7 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
             f"backend 'torch' cannot compute {', '.join(wrong)} in float64; allowed: float32,"
             " float16, bfloat16"
         )
-    low_families = [family for family, p in rules.op_rules if p.compute_dtype in _LOW]
+    low_families = [family for family, p in rules.op_rules if p.compute_dtype in LOW]
     families = frozenset(OP_FAMILIES) - set(low_families)
     plan: dict[Module, Applied] = {}
     where: dict[Module, str] = {}
@@ -271,7 +276,7 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
         enclosing = _enclosing(plan, paths, path)
         boundary = _runs(module) and (enclosing is None or enclosing.policy != policy)
         widens = _runs(module) and (boundary or not _plain(module))
-        widen = families if widens and policy.compute_dtype in _LOW else frozenset()
+        widen = families if widens and policy.compute_dtype in LOW else frozenset()
         new = Applied(policy, pattern, owner, widen, "norm" in families, boundary)
         old = plan.setdefault(module, new)
         new.returns = None if enclosing is None or enclosing.low else enclosing.compute
@@ -311,9 +316,9 @@ def check_policy(policy: Policy) -> None:
     require_supported(
         policy,
         "torch",
-        param=(*_LOW, *_WIDE),
-        compute=(*_LOW, *_WIDE),
-        output=(*_LOW, *_WIDE),
+        param=(*LOW, *WIDE),
+        compute=(*LOW, *WIDE),
+        output=(*LOW, *WIDE),
         master=("float32",),
     )
     if policy.param_dtype not in ("float32", policy.compute_dtype) or (
@@ -324,43 +329,3 @@ def check_policy(policy: Policy) -> None:
             " parameters; allowed: parameters in the compute dtype, or float32 parameters with"
             " float16 or bfloat16 compute"
         )
-
-
-def _target(module: Module, applied: Applied, own: torch.Tensor) -> torch.dtype:
-    """The dtype that one of `_own(module)` is to have."""
-    wanted = dtype_of(applied.policy.param_dtype)
-    if own.dtype not in _FLOATING:
-        return own.dtype
-    if isinstance(own, torch.nn.Parameter):
-        batch = isinstance(module, _BATCH_NORM)
-        keep = batch or (applied.wide_norms and isinstance(module, _NORMS))
-        return torch.float32 if keep and applied.policy.param_dtype in _LOW else wanted
-    follows = wanted == torch.float64 or isinstance(module, _SPECTRAL_NORM)
-    return wanted if follows else own.dtype
-
-
-def _own(module: Module) -> dict[str, torch.Tensor]:
-    """A module's own parameters and buffers, by name."""
-    params = dict(module.named_parameters(recurse=False))
-    return {**params, **dict(module.named_buffers(recurse=False))}
-
-
-def _check_parameters(root: Module, plan: dict[Module, Applied]) -> None:
-    """Refuse a parameter that two modules want in different dtypes."""
-    wanted: dict[torch.nn.Parameter, tuple[str, torch.dtype]] = {}
-    for path, module in root.named_modules():
-        for name, param in module.named_parameters(path, recurse=False):
-            target = _target(module, plan[module], param)
-            first, other = wanted.setdefault(param, (name, target))
-            if other != target:
-                raise PolicyError(
-                    f"{first} and {name} are one tied parameter, wanted in {other} and {target};"
-                    " give both modules policies with the same params="
-                )
-
-
-def _retype(param: torch.Tensor, dtype: torch.dtype) -> None:
-    if param.dtype != dtype:
-        grad, param.grad = param.grad, None
-        param.data = param.data.to(dtype)
-        param.grad = None if grad is None else grad.to(dtype)

@@ -216,14 +216,18 @@ class GradScaler(Stepping):
             self._last_decision = self._keeper.advance(
                 scale, tracker, combined(found, scale.device), self._on_device(scale)
             )
-        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
-        self._gradients.clear()
+        self._abandon()
         if new_scale is not None:
             return
         if self._on_device(scale):
             self._warn_of_known_skips(records)
         else:
             self._report(self._keeper.read(None, None), stacklevel=2)
+
+    def _abandon(self) -> None:
+        """Forget what was found of this iteration's gradients."""
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self._gradients.clear()
 
     def _set_scale(self, scale: Tensor, new: Any) -> None:
         floor = self._keeper.rule.min_scale

@@ -16,7 +16,8 @@ from polyamp._policy import Policy, parse_policy
 from polyamp._policy_map import PolicyMap
 from polyamp._scaling import Rule
 from polyamp_torch._cast import map_tensors, wide
-from polyamp_torch._ema import ExponentialMovingAverage
+from polyamp_torch._clip import Limit
+from polyamp_torch._ema import ExponentialMovingAverage, check_decay
 from polyamp_torch._masters import MasterWeights
 from polyamp_torch._modules import apply_policy, rules_of
 from polyamp_torch._scaler import GradScaler
@@ -89,7 +90,11 @@ class Trainer:
         ema_decay: float | None = None,
         progress: bool = True,
     ) -> None:
+        optimizer = getattr(optimizer, "_polyamp_masters", optimizer)
         check(model, optimizer, criterion, scheduler, accumulation_steps)
+        limit = Limit.of(float("inf") if max_norm is None else max_norm, 2.0)
+        if ema_decay is not None:
+            check_decay(ema_decay)
         rules = _rules(model, fp16, bf16, policy)
         self.device = next(model.parameters()).device
         scaled = rules.needs_scaling or rule is not None
@@ -99,7 +104,7 @@ class Trainer:
         wrap = masters and not isinstance(optimizer, MasterWeights)
         self.optimizer = MasterWeights(optimizer) if wrap else optimizer
         self.criterion, self.scheduler = criterion, scheduler
-        self.max_norm = float("inf") if max_norm is None else max_norm
+        self.max_norm = limit.max_norm
         self.accumulation_steps = accumulation_steps
         self.metric = criterion if metric is None else metric
         self.ema = None
@@ -181,7 +186,22 @@ class Trainer:
         Returns:
             The mean loss and the norm of its gradient before clipping, 0-d, on the device. While
             the loss is scaled, the norm is not finite where the step was skipped.
+
+        Raises:
+            ValueError: an empty window.
+
+        After any error gradients are cleared, so that the next step is a step of its own.
         """
+        if not len(window):
+            raise ValueError("a step needs at least one batch")
+        try:
+            return self._step(window)
+        except BaseException:
+            self.optimizer.zero_grad()
+            self.scaler._abandon()
+            raise
+
+    def _step(self, window: Sequence[Any]) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(window, start=1):
             outputs, target = self.forward(self.model, batch)
@@ -296,8 +316,9 @@ def check(
     if scheduler is not None and all(scheduler.optimizer is not o for o in known):
         raise ValueError("scheduler must be built over this optimizer")
     ids = {id(param) for param in model.parameters()}
-    masters = isinstance(optimizer, MasterWeights)
-    if not masters and not any(id(p) in ids for g in optimizer.param_groups for p in g["params"]):
+    if isinstance(optimizer, MasterWeights):
+        ids |= {id(optimizer.master_of(param)) for param in model.parameters()}
+    if not any(id(param) in ids for group in optimizer.param_groups for param in group["params"]):
         raise ValueError("optimizer has no parameter of this model; build it over its parameters")
     whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
     if not whole or accumulation_steps < 1:

@@ -316,3 +316,44 @@ class TestArguments:
     def test_batches_of_another_form(self, batch):
         with pytest.raises(TypeError, match=r"a batch is \(input, ..., target\), got"):
             trainer().step([batch])
+
+    @pytest.mark.parametrize("options", [{"ema_decay": 1.0}, {"max_norm": -1.0}])
+    def test_numbers_out_of_range_change_nothing(self, options):
+        net = model()
+        with pytest.raises((ValueError, polyamp.RuleError)):
+            trainer(net, policy="O2", **options)
+        assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+    def test_an_empty_window(self):
+        with pytest.raises(ValueError, match="at least one batch"):
+            trainer().step([])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("policy", ["float32", "fp16", "O2", "bf16-true"])
+@pytest.mark.parametrize("where", ["batch", "optimizer"])
+def test_an_interrupted_step_leaves_nothing_behind(policy, fused, where):
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0, fused=fused)
+    if policy == "bf16-true":
+        optimizer = amp.MasterWeights(optimizer)
+    ours = amp.Trainer(
+        net, optimizer, mse, policy=policy, rule=polyamp.Static(1024.0), accumulation_steps=2,
+        progress=False,
+    )  # fmt: skip
+    window = [(torch.ones(2, 4), torch.ones(2, 1))] * 2
+    expected = ours.step(window)[1].item()
+    if where == "batch":
+        with pytest.raises(AttributeError):
+            ours.step([window[0], (torch.ones(2, 4), None)])
+    else:
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        hook = getattr(ours.optimizer, "inner", ours.optimizer).register_step_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            ours.step(window)
+        hook.remove()
+    for _ in range(2):
+        assert ours.step(window)[1].item() == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import socket
 
 import pytest
@@ -33,9 +35,23 @@ def _rank(rank, port, results):
     except polyamp.PolicyError as error:
         found["refused"] = str(error)
     found["dtype"] = str(wrapped.module.weight.dtype)
+    inside = nn.Sequential(wrapped)
+    try:
+        amp.apply_policy(inside, "bf16-true")
+    except polyamp.PolicyError as error:
+        found["inside"] = str(error)
     amp.apply_policy(wrapped, "bf16")
     wrapped(torch.full((1, 2), 1.0 + rank)).sum().backward()
     found["after"] = wrapped.module.weight.grad.tolist()
+    casted = amp.apply_policy(nn.Linear(2, 1), "O2")
+    casted = DistributedDataParallel(casted)
+    trainer = amp.Trainer(
+        casted, torch.optim.SGD(casted.parameters(), 1.0), lambda o, t: o.mean(),
+        rule=polyamp.Static(4.0), progress=False,
+    )  # fmt: skip
+    start = casted.module.weight.detach().clone()
+    trainer.step([(torch.full((1, 2), 1.0 + rank), torch.zeros(1))])
+    found["moved"] = (start - casted.module.weight.detach()).tolist()
     results.put((rank, found))
     torch.distributed.destroy_process_group()
 
@@ -57,7 +73,9 @@ def test_two_ranks_reduce_gradients_under_every_policy():
         for policy in ("fp16", "bf16-true", "after"):
             assert found[rank][policy] == [[1.5, 1.5]]
         assert "would no longer reduce; apply or remove it before" in found[rank]["refused"]
+        assert found[rank]["inside"] == found[rank]["refused"]
         assert found[rank]["dtype"] == "torch.float32"
+        assert found[rank]["moved"][0] == pytest.approx([1.5, 1.5], abs=2e-3)
 
 
 def test_one_weight_in_two_low_formats():
@@ -155,3 +173,82 @@ def test_the_tree_shows_every_rule():
     assert "rule '0'" in tree[1]
     assert "rule" not in tree[2]
     assert tree[-1] == "op:softmax  bfloat16"
+
+
+@pytest.mark.parametrize("policy", ["float32", "bf16", "O2", "bf16-true", "64-true"])
+@pytest.mark.parametrize("start", [F16, BF16, torch.float64])
+def test_batch_norm_of_a_model_that_was_not_float32(policy, start):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(start)
+    amp.apply_policy(model, policy)
+    assert model(torch.randn(3, 4)).isfinite().all()
+    assert model[1].running_mean.dtype == model[1].weight.dtype
+    amp.remove_policy(model)
+    assert {t.dtype for t in model.state_dict().values() if t.is_floating_point()} == {start}
+
+
+def test_the_signature_of_forward_stays():
+    class Named(nn.Module):
+        def forward(self, input_ids, attention_mask=None, *, module=1, applied: int = 2):
+            return input_ids * module * applied
+
+    plain = inspect.signature(Named().forward)
+    model = amp.apply_policy(nn.Sequential(Named()), "bf16")
+    amp.apply_policy(model[0], "fp16")
+    assert list(inspect.signature(model[0].forward).parameters) == list(plain.parameters)
+    assert model[0](torch.ones(1), module=3).item() == 6.0
+    assert inspect.signature(
+        pickle.loads(pickle.dumps(amp.apply_policy(nn.Linear(1, 1), "bf16"))).forward
+    )
+
+
+def test_one_weight_in_two_low_formats_around_a_float32_region():
+    class Mid(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False)
+            self.inner.weight = weight
+
+        def forward(self, x):
+            return self.inner(x)
+
+    first = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(first, Mid(first.weight))
+    rules = polyamp.PolicyMap({"1": "float32", "1.inner": "fp16"}, default="bf16")
+    amp.apply_policy(model, rules)
+    x, weight = torch.randn(2, 4), first.weight.detach()
+    middle = (x.to(BF16) @ weight.to(BF16).T).half()
+    assert torch.equal(model(x), (middle @ weight.half().T).float())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-true"])
+def test_graph_breaks_leave_everything_as_it_was(policy, fresh_compiler):
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.inner(x).softmax(-1)
+            torch._dynamo.graph_break()
+            return self.inner(y)
+
+    torch.manual_seed(0)
+    model = amp.apply_policy(Breaks(), policy)
+    x = torch.randn(3, 4)
+    expected = model(x)
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x), expected)
+    with torch.autocast("cpu", BF16):
+        assert torch.ones(2, 2, dtype=BF16).softmax(-1).dtype == BF16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_optimizer_is_wrapped_once():
+    model = nn.Linear(4, 4).bfloat16()
+    raw = torch.optim.SGD(model.parameters(), 0.1)
+    wrapper = amp.MasterWeights(raw)
+    with pytest.raises(polyamp.BackendError, match="inside a MasterWeights already"):
+        amp.MasterWeights(raw)
+    for _ in range(2):
+        trainer = amp.Trainer(model, raw, lambda o, t: o.mean(), policy="O2", progress=False)
+        assert trainer.optimizer is wrapper
