@@ -1,0 +1,3 @@
+"""The JAX backend: `import polyamp.jax as amp`."""
+
+NAME = "jax"
