@@ -20,6 +20,14 @@ def test_torch_resume(capsys: pytest.CaptureFixture[str]) -> None:
     assert equal.endswith("True")
 
 
+def test_torch_two_towers(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="the example is about PyTorch")
+    runpy.run_path(str(EXAMPLES / "torch_two_towers.py"))["main"](150)
+    *tree, result = capsys.readouterr().out.splitlines()
+    assert float(result.split(" %")[0]) > 60.0
+    assert any("image: Sequential  float32 -> float16 -> float32" in line for line in tree)
+
+
 def test_every_example_is_tested() -> None:
     source = Path(__file__).read_text()
     assert [p.name for p in EXAMPLES.glob("*.py") if p.name not in source] == []

@@ -5,17 +5,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import polyamp
+from polyamp._policy_pattern import OP_FAMILIES
 from polyamp.bench.harness import Case, Tell, corrected_ratio, interleaved, ratio
 from polyamp.bench.report import Report, Row
 from polyamp_torch._bench import report
 from polyamp_torch._cast import default_device_type
 from polyamp_torch._demo_models import Transformer
+from polyamp_torch._families import Region
 from polyamp_torch._modules import apply_policy
 from polyamp_torch._trainer import Trainer
 
@@ -25,6 +30,7 @@ RULES = polyamp.PolicyMap(
     {"norm": "float32", "layers.*.norm?": "float32", "head": "float32"}, default="bf16-mixed"
 )
 _SYMBOLS, _CONTEXT, _BATCH = 96, 32, 32
+_CALLS = 200
 
 
 class HandNorm(nn.LayerNorm):
@@ -149,9 +155,57 @@ def timed(run: Callable[[], None], device: str) -> Case:
     return case
 
 
+def call_rows(rounds: int) -> list[Row]:
+    """Microseconds of one small operation on the CPU: what families in float32 cost there.
+
+    Must come before the first policy of the process: what others pay is compared with before.
+    """
+    outside = partial(torch.autocast, "cpu", torch.bfloat16)
+    inside = partial(Region, "cpu", torch.bfloat16, frozenset(OP_FAMILIES))
+    before = {"exp": calls(outside, torch.exp), "neg": calls(outside, torch.neg)}
+    peers = interleaved(before, rounds)
+    with inside():
+        pass
+    by_hand = calls(outside, lambda x: x.float().exp())
+    times = interleaved(
+        {
+            "exp": calls(outside, torch.exp),
+            "neg": calls(inside, torch.neg),
+            "wide": calls(inside, torch.exp),
+            "hand": by_hand,
+        },
+        rounds,
+    )
+    return [
+        _micro("exp in a policy, by hand", times["wide"], times["hand"]),
+        _micro("neg in a policy, in autocast", times["neg"], peers["neg"]),
+        _micro("exp in autocast, before", times["exp"], peers["exp"]),
+    ]
+
+
+def calls(context: Callable[[], AbstractContextManager[Any]], function: Any) -> Case:
+    """`_CALLS` calls of `function` on eight bfloat16 numbers inside `context()`."""
+    x = torch.ones(8, dtype=torch.bfloat16)
+
+    def case() -> float:
+        with context():
+            start = time.perf_counter()
+            for _ in range(_CALLS):
+                function(x)
+            return time.perf_counter() - start
+
+    return case
+
+
+def _micro(name: str, ours: list[float], peer: list[float]) -> Row:
+    value, other = (1e6 * statistics.median(times) / _CALLS for times in (ours, peer))
+    return Row(f"one call: {name}", value, "us", other)
+
+
 def torch_policy(quick: bool, tell: Tell) -> Report:
     """Both comparisons on the default device."""
     device, rounds = default_device_type(), 30 if quick else 150
+    single = call_rows(rounds)
     tell(f"torch-policy: forward and backward, {rounds} rounds")
     hands = [hand_pass(by_hand(device), device) for _ in range(2)]
     ours = policy_pass(apply_policy(plain_model(device), RULES), device)
@@ -159,12 +213,14 @@ def torch_policy(quick: bool, tell: Tell) -> Report:
     tell(f"torch-policy: training step, {rounds} rounds")
     hands = [hand_step(device) for _ in range(2)]
     rows += _rows("Trainer step", hands, trainer_step(device), device, rounds, TRAINER_LIMIT)
+    rows += single
     return report(
         "torch-policy",
         rows,
         "The demo's transformer, norms and head float32, the rest bfloat16.",
         "ratio: median paired time over the same written by hand with torch.autocast, divided by"
-        " that of a second one by hand, which is the peer; low and high: 95 % interval.",
+        " that of a second one by hand, which is the peer; low and high: 95 % interval. One call:"
+        " what is named after the comma is the peer.",
     )
 
 

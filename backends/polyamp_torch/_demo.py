@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +16,15 @@ from torch.nn import functional as F
 
 import polyamp.torch as amp
 from polyamp import BackendError, Policy
-from polyamp._policy import require_supported
 from polyamp.bench.harness import cpu_name
 from polyamp.demo import Device, OnStep, Result, Settings, Task
-from polyamp_torch._cast import cast, dtype_of
 from polyamp_torch._demo_models import build
+from polyamp_torch._modules import check_policy
 
 _LOSS_EVERY = 20  # steps between two looks at the loss where looking means waiting for the GPU
 _EVAL_BATCH = 256
+
+Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
 def versions() -> dict[str, str]:
@@ -54,18 +54,8 @@ def device(requested: str | None) -> Device:
 
 
 def check(policy: Policy, device: Device) -> None:
-    """Raise PolicyError where the loop below cannot follow `policy`.
-
-    It can where parameters are float32 and autocast does the rest, and where everything is in
-    one of the formats that need no loss scaling.
-    """
-    mixed = policy.param_dtype == "float32"
-    require_supported(
-        policy,
-        "torch demo",
-        param=("float32", "bfloat16", "float64"),
-        compute=("float32", "float16", "bfloat16") if mixed else (policy.param_dtype,),
-    )
+    """Raise PolicyError where `apply_policy` cannot follow `policy`."""
+    check_policy(policy)
 
 
 @contextmanager
@@ -86,101 +76,84 @@ def _one_thread() -> Iterator[None]:
 @_one_thread()
 def train(task: Task, policy: Policy, settings: Settings, device: str, on_step: OnStep) -> Result:
     """Train `task` under `policy` on `device` and evaluate; see `DemoBackend`."""
-    run = _Run.start(task, policy, settings, torch.device(device))
-    batches = torch.from_numpy(task.batches(settings)).to(run.device)
-    saved = None if run.on_gpu else run.saved_for_backward(batches[0, 0])
-    optimizer, schedule = _optimizer(task, run.model, settings)
-    scaler = amp.GradScaler(run.device.type, policy=policy)
-    clock = _Clock(run.device)
+    where = torch.device(device)
+    if where.type == "cuda":
+        gc.collect()  # the run before this one must not count into this one's peak
+        torch.cuda.reset_peak_memory_stats(where)
+    trainer = _trainer(task, policy, settings, where)
+    windows = _windows(task, settings, where)
+    saved = None if where.type == "cuda" else _saved_for_backward(trainer, windows[0][0])
+    clock = _Clock(where)
     losses: list[Tensor] = []
-    for step, batch in enumerate(batches, start=1):
+    for step, window in enumerate(windows, start=1):
         with clock:
-            loss = torch.zeros((), device=run.device)
-            for samples in batch:
-                part = run.loss(run.model, samples) / settings.accumulate
-                scaler.scale(part).backward()
-                loss += part.detach()
-            if settings.max_norm is not None:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(run.model.parameters(), settings.max_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            amp.lr_step(schedule, scaler)
-            optimizer.zero_grad(set_to_none=True)
+            loss, _ = trainer.step(window)
         losses.append(loss)
-        look = not run.on_gpu or step % _LOSS_EVERY == 0 or step == len(batches)
+        look = where.type != "cuda" or step % _LOSS_EVERY == 0 or step == len(windows)
         on_step(step, float(loss) if look else None)
+    scaler = trainer.scaler
     return Result(
         step_ms=clock.median_ms(),
-        memory_bytes=torch.cuda.max_memory_allocated(run.device) if saved is None else saved,
+        memory_bytes=torch.cuda.max_memory_allocated(where) if saved is None else saved,
         memory_kind="peak memory" if saved is None else "saved for backward",
-        metric=run.evaluate(task),
+        metric=trainer.evaluate(_held_out(task)),
         skipped=int(scaler.state.skipped),
         scale=float(scaler.get_scale()) if scaler.is_enabled() else None,
         losses=tuple(torch.stack(losses).tolist()),
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A model and its training data on one device, under one policy."""
+def _trainer(task: Task, policy: Policy, settings: Settings, device: torch.device) -> amp.Trainer:
+    model = build(task, settings).to(device)
+    optimizer, schedule = _optimizer(task, model, settings)
+    return amp.Trainer(
+        model,
+        optimizer,
+        cross_entropy,
+        policy=policy,
+        scheduler=schedule,
+        max_norm=settings.max_norm,
+        accumulate=settings.accumulate,
+        metric=accuracy if task.metric == "accuracy" else bits,
+    )
 
-    model: nn.Module
-    inputs: Tensor
-    targets: Tensor
-    policy: Policy
-    device: torch.device
 
-    @classmethod
-    def start(cls, task: Task, policy: Policy, settings: Settings, device: torch.device) -> _Run:
-        if device.type == "cuda":
-            gc.collect()  # the run before this one must not count into this one's peak
-            torch.cuda.reset_peak_memory_stats(device)
-        model = build(task, settings).to(device, dtype_of(policy.param_dtype))
-        inputs = torch.from_numpy(task.inputs).to(device)
-        return cls(model, inputs, torch.from_numpy(task.targets).to(device), policy, device)
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all targets, nats."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device.type == "cuda"
 
-    def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """(..., classes) in float32, computed as the policy says."""
-        out: Tensor
-        if self.policy.param_dtype == "float32":
-            with amp.autocast(self.policy, device_type=self.device.type):
-                out = model(inputs)
-        else:
-            out = model(cast(inputs, self.policy.param_dtype))
-        return out.float()
+def bits(logits: Tensor, targets: Tensor) -> Tensor:
+    """`cross_entropy` in bits."""
+    return cross_entropy(logits, targets) / math.log(2)
 
-    def loss(self, model: nn.Module, samples: Tensor) -> Tensor:
-        """Mean cross-entropy (nats, float32) of the training samples numbered `samples`."""
-        logits = self.logits(model, self.inputs[samples])
-        return F.cross_entropy(logits.flatten(0, -2), self.targets[samples].flatten())
 
-    def saved_for_backward(self, samples: Tensor) -> int:
-        """Bytes that one forward pass keeps for its backward pass, parameters left out.
+def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Share of targets that have the largest logit."""
+    return (logits.argmax(-1) == targets).double().mean()
 
-        Measured on a copy, since a forward pass moves the statistics of BatchNorm.
-        """
-        model = copy.deepcopy(self.model)
-        return saved_bytes(lambda: self.loss(model, samples), model)
 
-    @torch.no_grad()
-    def evaluate(self, task: Task) -> float:
-        """`task.metric` on the held-out samples."""
-        self.model.eval()
-        correct, nats = 0, 0.0
-        for start in range(0, len(task.held_inputs), _EVAL_BATCH):
-            part = slice(start, start + _EVAL_BATCH)
-            inputs = torch.from_numpy(task.held_inputs[part]).to(self.device)
-            logits = self.logits(self.model, inputs).flatten(0, -2)
-            targets = torch.from_numpy(task.held_targets[part]).to(self.device).flatten()
-            correct += int((logits.argmax(-1) == targets).sum())
-            nats += float(F.cross_entropy(logits.double(), targets, reduction="sum"))
-        count = task.held_targets.size
-        return correct / count if task.metric == "accuracy" else nats / count / math.log(2)
+def _windows(task: Task, settings: Settings, device: torch.device) -> list[list[Batch]]:
+    """One list of micro-batches per optimizer step; the samples are on the device."""
+    inputs = torch.from_numpy(task.inputs).to(device)
+    targets = torch.from_numpy(task.targets).to(device)
+    numbers = torch.from_numpy(task.batches(settings)).to(device)
+    return [[(inputs[part], targets[part]) for part in window] for window in numbers]
+
+
+def _held_out(task: Task) -> Iterator[Batch]:
+    for start in range(0, len(task.held_inputs), _EVAL_BATCH):
+        part = slice(start, start + _EVAL_BATCH)
+        yield torch.from_numpy(task.held_inputs[part]), torch.from_numpy(task.held_targets[part])
+
+
+def _saved_for_backward(trainer: amp.Trainer, batch: Batch) -> int:
+    """Bytes that one forward pass keeps for its backward pass, parameters left out.
+
+    Measured on a copy, since a forward pass moves the statistics of BatchNorm.
+    """
+    model = copy.deepcopy(trainer.model)
+    return saved_bytes(lambda: cross_entropy(*trainer.forward(model, batch)), model)
 
 
 def saved_bytes(forward: Callable[[], Tensor], model: nn.Module) -> int:

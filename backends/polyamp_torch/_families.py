@@ -2,7 +2,9 @@
 
 torch's autocast lists differ: CUDA's runs softmax, norms, losses, exponentials and sums in float32,
 the CPU's leaves most of them in the low format they meet. Inside a low-precision policy polyamp
-takes CUDA's list everywhere. On CUDA autocast itself does; elsewhere `Families` widens the inputs.
+takes CUDA's list everywhere. On CUDA autocast itself does. On the CPU kernels under autocast's
+dispatch key do, for threads inside a `Region`; they are registered when the first one is entered,
+and pass everybody else's calls on. Under torch.compile, and on other devices, a function mode does.
 
 Batch and instance norm are on neither list: both devices' kernels take low activations with float32
 parameters and statistics, and compute in float32.
@@ -13,8 +15,9 @@ Source: torch's documentation of automatic mixed precision, "CUDA Ops that can a
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,6 +45,8 @@ _NAMES: dict[str, str] = {
     ),
     "sum": "sum prod cumsum cumprod logcumsumexp",
 }
+_ATEN = {"logsigmoid": "log_sigmoid"}
+"""Operators that torch.ops.aten calls otherwise."""
 _HOMES = (torch, F, torch.special, torch.linalg, Tensor)
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -60,7 +65,7 @@ FAMILY_OF: Mapping[Any, str] = _functions()
 """The family of every torch function that belongs to one."""
 
 
-class Families(TorchFunctionMode):
+class FamilyMode(TorchFunctionMode):
     """While entered, functions of some families get their low-precision inputs in float32.
 
     Args:
@@ -82,38 +87,130 @@ class Families(TorchFunctionMode):
 
 
 class _Active(threading.local):
-    families: tuple[str, ...] = ()
+    families: frozenset[str] = frozenset()
 
 
 _active = _Active()
 
 
-class _Outermost(Families):
-    """`Families` that lets the modules inside know, so that they need not enter it again."""
+class Region:
+    """Autocast to a low format with some families in float32, or neither; a context manager.
 
-    def __init__(self, families: tuple[str, ...]) -> None:
-        super().__init__(families)
-        self.inside, self.outside = families, _active.families
+    Args:
+        device: the device type.
+        dtype: float16 or bfloat16; None switches autocast and families off.
+        families: the families to widen.
+    """
 
-    def __enter__(self) -> Any:
-        _active.families = self.inside
-        return super().__enter__()  # type: ignore[no-untyped-call]
+    __slots__ = ("_device", "_dtype", "_entered", "_families", "_off", "_outside")
+
+    def __init__(self, device: str, dtype: torch.dtype | None, families: frozenset[str]) -> None:
+        self._device, self._dtype, self._families = device, dtype, families
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._outside, _active.families = _active.families, self._families
+        self._off = self._dtype is None and torch.is_autocast_enabled(self._device)
+        if self._off:
+            torch.set_autocast_enabled(self._device, False)
+        elif self._dtype is not None:
+            self._entered = [torch.autocast(self._device, self._dtype)]
+            if self._families and self._device == "cpu":
+                _register()
+            elif self._families and self._device != "cuda":
+                self._entered.append(FamilyMode(self._families))
+            for context in self._entered:
+                context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _active.families = self.outside
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for context in reversed(self._entered):
+            context.__exit__(*error)
+        if self._off:
+            torch.set_autocast_enabled(self._device, True)
+        _active.families = self._outside
 
 
-def entered(families: tuple[str, ...]) -> bool:
-    """Whether this thread runs inside `widened(families)`; never while torch.compile traces."""
-    return not torch.compiler.is_compiling() and families == _active.families
+class Again:
+    """Families for a module whose forward may be called where autocast has been restored, and
+    they have not: activation checkpointing calls it from the backward pass."""
+
+    __slots__ = ("_families", "_outside")
+
+    def __init__(self, families: frozenset[str]) -> None:
+        self._families = families
+
+    def __enter__(self) -> None:
+        self._outside = _active.families
+        _active.families = self._families
+
+    def __exit__(self, *error: Any) -> None:
+        _active.families = self._outside
 
 
-def widened(families: tuple[str, ...]) -> AbstractContextManager[Any]:
-    """`Families`, or nothing where this thread has entered them already."""
-    if torch.compiler.is_compiling():
-        return Families(families)
-    return nullcontext() if entered(families) else _Outermost(families)
+@contextmanager
+def traced(device: str, dtype: torch.dtype | None, families: frozenset[str]) -> Iterator[None]:
+    """`Region` as torch.compile can trace it."""
+    with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+        if dtype is None or device == "cuda":
+            yield
+        else:
+            with FamilyMode(families):
+                yield
+
+
+_registered: list[torch.library.Library] = []
+_lock = threading.Lock()
+_KEY = "AutocastCPU"
+
+
+def _register() -> None:
+    """Put `_kernel` under the CPU's autocast key for every operator that torch leaves low there."""
+    if _registered:
+        return
+    with _lock:
+        if _registered:
+            return
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for name, family in _operators().items():
+            operator = getattr(getattr(torch.ops.aten, name[0]), name[1])
+            kernel = partial(_kernel, operator, family)
+            library.impl(operator, kernel, _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
+        _registered.append(library)
+
+
+@cache
+def _operators() -> dict[tuple[str, str], str]:
+    """(operator, overload) -> family, of all that have no autocast kernel of torch's own."""
+    found = {}
+    for family, names in _NAMES.items():
+        for name in names.split():
+            for spelt in (name, f"linalg_{name}", _ATEN.get(name, name)):
+                packet = getattr(torch.ops.aten, spelt, None)
+                for overload in () if packet is None else packet.overloads():
+                    if _is_open(getattr(packet, overload)):
+                        found[spelt, overload] = family
+    return found
+
+
+def _is_open(operator: Any) -> bool:
+    schema = operator._schema
+    name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+    return (
+        bool(torch._C._dispatch_has_kernel(name))
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)
+        and not any(a.alias_info is not None or "Dimname" in str(a.type) for a in schema.arguments)
+    )
+
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+
+
+def _kernel(operator: Any, family: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    if family not in _active.families:
+        return operator.redispatch(keys & _BELOW, *args, **kwargs)
+    with torch.autocast("cpu", enabled=False):
+        wide = {key: _wide(value) for key, value in kwargs.items()}
+        return operator(*[_wide(value) for value in args], **wide)
 
 
 def _wide(value: Any) -> Any:

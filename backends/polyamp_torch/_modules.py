@@ -17,7 +17,6 @@ are not.
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from typing import cast as cast_to
@@ -29,19 +28,15 @@ from polyamp._policy import Policy, parse_policy, require_supported
 from polyamp._policy_map import PolicyMap
 from polyamp._policy_pattern import OP_FAMILIES
 from polyamp_torch._cast import cast, default_device_type, dtype_of
-from polyamp_torch._families import entered, widened
+from polyamp_torch._families import Again, FamilyMode, Region, traced
 
 Module = torch.nn.Module
 
 APPLIED = "_polyamp_applied"
 _LOW = ("float16", "bfloat16")
 _WIDE = ("float32", "float64")
-_NORMS = (
-    torch.nn.LayerNorm,
-    torch.nn.GroupNorm,
-    torch.nn.RMSNorm,
-    torch.nn.modules.batchnorm._NormBase,
-)
+_BATCH_NORM = torch.nn.modules.batchnorm._NormBase
+_NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm, _BATCH_NORM)
 _PLAIN = frozenset(
     kind.forward
     for kind in (
@@ -65,7 +60,7 @@ class Applied:
     """The pattern that gave the policy; None: the default."""
     owner: str
     """Path of the module that the pattern matched."""
-    families: tuple[str, ...]
+    families: frozenset[str]
     wide_norms: bool
     """Whether norms keep float32 parameters."""
     boundary: bool
@@ -75,7 +70,7 @@ class Applied:
     forward: Any = None
     """The instance's own forward, if it had one."""
     dtypes: tuple[torch.dtype, ...] = ()
-    """dtypes of the module's own parameters before."""
+    """dtypes of what `_own` gives, before."""
     ran: bool = False
 
     def __post_init__(self) -> None:
@@ -88,17 +83,15 @@ def run(module: Module, applied: Applied, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module under its policy."""
     applied.ran = True
     forward = applied.forward or functools.partial(type(module).forward, module)
-    if not applied.boundary and entered(applied.families):
-        return forward(*args, **kwargs)
-    device = _device_type(module, args, kwargs)
-    wide = applied.low and applied.families and device != "cuda"
-    families = widened(applied.families) if wide else nullcontext()
+    tracing = torch.compiler.is_compiling()
     if not applied.boundary:
-        with families:
+        with (FamilyMode if tracing else Again)(applied.families):
             return forward(*args, **kwargs)
-    low, dtype = applied.low, applied.compute
-    args, kwargs = cast(args, dtype), cast(kwargs, dtype)
-    with torch.autocast(device, dtype=dtype if low else None, enabled=low), families:
+    dtype = applied.compute
+    device = _device_type(module, args, kwargs)
+    args = tuple([cast(arg, dtype) for arg in args])
+    kwargs = {key: cast(value, dtype) for key, value in kwargs.items()}
+    with (traced if tracing else Region)(device, dtype if applied.low else None, applied.families):
         out = forward(*args, **kwargs)
     out = cast(out, applied.output)
     return out if applied.returns is None else cast(out, applied.returns)
@@ -146,7 +139,7 @@ def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
     Inputs are cast where the policy changes from one module to the next, in both directions; so are
     outputs, to the policy's output dtype. Parameters of a module whose param_dtype is low are cast
     in place (the Parameter objects stay, so optimizers keep working), those of norms are not.
-    Buffers keep their dtypes.
+    Buffers keep their dtypes, but for batch norm's statistics under float64.
 
     Args:
         model: any module; wrappers of torch.compile, DataParallel and DistributedDataParallel are
@@ -170,7 +163,7 @@ def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
     remove_policy(root)
     for module, applied in plan.items():
         applied.forward = module.__dict__.get("forward")
-        applied.dtypes = tuple(p.dtype for p in module.parameters(recurse=False))
+        applied.dtypes = tuple(own.dtype for own in _own(module))
     for module, applied in plan.items():
         _cast_parameters(module, applied)
         _wrap(module, applied)
@@ -191,8 +184,8 @@ def remove_policy(model: Module) -> Module:
         module.__dict__.pop("forward", None)
         if applied.forward is not None:
             module.__dict__["forward"] = applied.forward
-        for param, dtype in zip(module.parameters(recurse=False), applied.dtypes, strict=False):
-            _retype(param, dtype)
+        for own, dtype in zip(_own(module), applied.dtypes, strict=False):
+            _retype(own, dtype)
     return model
 
 
@@ -201,7 +194,7 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
     paths = dict(root.named_modules(remove_duplicate=False))
     rules.check(paths)
     for policy in rules.policies:
-        _check_policy(policy)
+        check_policy(policy)
     wrong = [f"op:{family}" for family, p in rules.op_rules if p.compute_dtype == "float64"]
     if wrong:
         raise PolicyError(
@@ -209,7 +202,7 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
             " float16, bfloat16"
         )
     low_families = [family for family, p in rules.op_rules if p.compute_dtype in _LOW]
-    families = tuple(f for f in OP_FAMILIES if f not in low_families)
+    families = frozenset(OP_FAMILIES) - set(low_families)
     plan: dict[Module, Applied] = {}
     where: dict[Module, str] = {}
     for path, module in paths.items():
@@ -222,7 +215,7 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
         enclosing = _enclosing(plan, paths, path)
         boundary = _runs(module) and (enclosing is None or enclosing.policy != policy)
         widens = _runs(module) and (boundary or not _plain(module))
-        widen = families if widens and policy.compute_dtype in _LOW else ()
+        widen = families if widens and policy.compute_dtype in _LOW else frozenset()
         new = Applied(policy, pattern, owner, widen, "norm" in families, boundary)
         old = plan.setdefault(module, new)
         new.returns = None if enclosing is None or enclosing.low else enclosing.compute
@@ -257,7 +250,8 @@ def _plain(module: Module) -> bool:
     return type(module).forward in _PLAIN and "forward" not in module.__dict__
 
 
-def _check_policy(policy: Policy) -> None:
+def check_policy(policy: Policy) -> None:
+    """Raise PolicyError where `apply_policy` cannot apply `policy`."""
     require_supported(
         policy,
         "torch",
@@ -277,9 +271,16 @@ def _check_policy(policy: Policy) -> None:
 
 
 def _target(module: Module, applied: Applied) -> torch.dtype:
-    batch = isinstance(module, torch.nn.modules.batchnorm._NormBase)
+    batch = isinstance(module, _BATCH_NORM)
     keep = batch or (applied.wide_norms and isinstance(module, _NORMS))
-    return torch.float32 if keep else dtype_of(applied.policy.param_dtype)
+    low = applied.policy.param_dtype in _LOW
+    return torch.float32 if keep and low else dtype_of(applied.policy.param_dtype)
+
+
+def _own(module: Module) -> list[torch.Tensor]:
+    """A module's own parameters; batch norm's statistics too, which must have their dtype."""
+    own: list[torch.Tensor] = list(module.parameters(recurse=False))
+    return [*own, *module.buffers(recurse=False)] if isinstance(module, _BATCH_NORM) else own
 
 
 def _check_parameters(root: Module, plan: dict[Module, Applied]) -> None:
@@ -298,12 +299,12 @@ def _check_parameters(root: Module, plan: dict[Module, Applied]) -> None:
 
 def _cast_parameters(module: Module, applied: Applied) -> None:
     target = _target(module, applied)
-    for param in module.parameters(recurse=False):
-        if param.is_floating_point():
-            _retype(param, target)
+    for own in _own(module):
+        if own.is_floating_point():
+            _retype(own, target)
 
 
-def _retype(param: torch.nn.Parameter, dtype: torch.dtype) -> None:
+def _retype(param: torch.Tensor, dtype: torch.dtype) -> None:
     if param.dtype != dtype:
         grad, param.grad = param.grad, None
         param.data = param.data.to(dtype)

@@ -257,8 +257,13 @@ class Stepping(torch.amp.GradScaler):
         return bool(result)
 
     def _remember(self, optimizer: Optimizer, result: Any) -> None:
-        """Whether the step was applied: a bool, a found_inf flag, or None where nobody knows."""
-        self._results[id(optimizer)] = (_reference(optimizer), result)
+        """Whether the step was applied: a bool, a found_inf flag, or None where nobody knows.
+
+        A schedule may know the optimizer inside a wrapper (MasterWeights) alone.
+        """
+        inner = getattr(optimizer, "inner", None)
+        for known in (optimizer, inner) if isinstance(inner, Optimizer) else (optimizer,):
+            self._results[id(known)] = (_reference(known), result)
 
 
 def _reference(optimizer: Any) -> Any:

@@ -43,7 +43,7 @@ class Trainer:
     Args:
         model: the policy is applied to it in place (`apply_policy`).
         optimizer: built over `model.parameters()`; wrapped in `MasterWeights` where the policy has
-            master weights.
+            master weights, or float16 parameters, whose updates need them.
         criterion: `criterion(outputs, target) -> loss`, a mean over the batch; gets float32.
         fp16, bf16: short for policy="fp16" and policy="bf16". Neither: float32.
         policy: a policy, a policy map or a policy string.
@@ -85,7 +85,7 @@ class Trainer:
             raise ValueError(f"accumulate must be a whole number of batches, got {accumulate!r}")
         rules = _rules(fp16, bf16, policy)
         self.model = apply_policy(model, rules)
-        masters = any(policy.master_dtype for policy in rules.policies)
+        masters = any(p.master_dtype or p.param_dtype == "float16" for p in rules.policies)
         self.optimizer = MasterWeights(optimizer) if masters else optimizer
         self.device = next(model.parameters()).device
         scaled = rules.needs_scaling or rule is not None

@@ -144,3 +144,27 @@ class TestTorchStep:
     def test_syncs_on_the_accelerator(self, torch_bench):
         for name in torch_bench.OPTIMIZERS:
             assert torch_bench.sync_row(name, "cuda").ok, name
+
+
+class TestTorchPolicy:
+    def test_both_sides_compute_the_same_bits(self, torch, torch_bench):
+        from polyamp_torch import _bench_policy as bench
+
+        inputs, target = bench.batch("cpu")
+        hand, ours = bench.by_hand("cpu"), bench.plain_model("cpu")
+        bench.apply_policy(ours, bench.RULES)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = bench.loss_of(hand(inputs), target)
+        found = bench.loss_of(ours(inputs), target)
+        assert found.item() == expected.item()
+        found.backward()
+        expected.backward()
+        for a, b in zip(ours.parameters(), hand.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+
+    def test_rows_of_single_calls(self, torch_bench):
+        from polyamp_torch import _bench_policy as bench
+
+        rows = bench.call_rows(2)
+        assert [row.unit for row in rows] == ["us"] * 3
+        assert all(0.0 < row.value and 0.0 < row.peer for row in rows)

@@ -18,7 +18,7 @@ import polyamp.torch as amp  # noqa: E402
 from polyamp import BackendError, Policy, PolicyError, SkippedStepWarning  # noqa: E402
 from polyamp.demo import Settings  # noqa: E402
 from polyamp.demo.data import load  # noqa: E402
-from polyamp_torch import _demo  # noqa: E402
+from polyamp_torch import _demo, _trainer  # noqa: E402
 from polyamp_torch._demo_models import build, sinusoids  # noqa: E402
 
 DIGITS = Settings(steps=12, batch=32, learning_rate=0.05, width=4, depth=1)
@@ -42,7 +42,8 @@ def train(name, policy, on_step=lambda step, loss: None, **changes):
 
 @pytest.mark.parametrize("name", ["digits", "text"])
 @pytest.mark.parametrize(
-    "policy", ["float32", "mixed_float16", "mixed_bfloat16", "bf16-true", "64-true"]
+    "policy",
+    ["float32", "mixed_float16", "mixed_bfloat16", "16-true", "bf16-true", "64-true", "O2"],
 )
 def test_the_loss_falls_under_every_policy(name, policy):
     seen = []
@@ -52,7 +53,7 @@ def test_the_loss_falls_under_every_policy(name, policy):
     start = math.log(task_of(name).classes)
     assert result.losses[0] == pytest.approx(start, rel=0.25)
     assert sum(result.losses[-3:]) / 3 < result.losses[0] - 0.2
-    assert result.scale == (65536.0 if policy == "mixed_float16" else None)
+    assert result.scale == (65536.0 if policy in ("mixed_float16", "16-true", "O2") else None)
     assert result.skipped == 0
     assert result.step_ms > 0
     assert result.memory_kind == "saved for backward"
@@ -86,7 +87,7 @@ def test_an_untrained_model_is_as_bad_as_guessing():
 
 def test_skipped_steps_are_counted_and_the_scale_has_come_down(monkeypatch):
     start = functools.partial(amp.GradScaler, init_scale=2.0**40)
-    monkeypatch.setattr(amp, "GradScaler", start)
+    monkeypatch.setattr(_trainer, "GradScaler", start)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkippedStepWarning)
         result = train("digits", "mixed_float16", steps=8)
@@ -118,11 +119,12 @@ def test_half_precision_saves_less():
 
 
 def test_measuring_and_evaluating_leave_batchnorm_alone():
-    run = _demo._Run.start(task_of("digits"), Policy.parse("float32"), DIGITS, torch.device("cpu"))
-    before = {key: value.clone() for key, value in run.model.state_dict().items()}
-    assert run.saved_for_backward(torch.arange(8)) > 0
-    run.evaluate(task_of("digits"))
-    for key, value in run.model.state_dict().items():
+    task, device = task_of("digits"), torch.device("cpu")
+    trainer = _demo._trainer(task, Policy.parse("float32"), DIGITS, device)
+    before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+    assert _demo._saved_for_backward(trainer, _demo._windows(task, DIGITS, device)[0][0]) > 0
+    trainer.evaluate(_demo._held_out(task))
+    for key, value in trainer.model.state_dict().items():
         assert torch.equal(value, before[key])
 
 
@@ -185,7 +187,7 @@ def test_the_default_device_is_the_fastest():
 
 @pytest.mark.parametrize(
     "text",
-    ["16-true", "O2", "O3", "float8_e4m3fn", "float32,store=float16", "p=bfloat16,c=float16"],
+    ["float8_e4m3fn", "float32,store=float16", "p=bfloat16,c=float16"],
 )
 def test_a_policy_that_the_loop_cannot_follow_is_refused(text):
     with pytest.raises(PolicyError):

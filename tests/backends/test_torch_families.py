@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import polyamp
 import polyamp.torch as amp
 from polyamp._policy_pattern import OP_FAMILIES
+from polyamp_torch import _families
 from polyamp_torch._families import FAMILY_OF
 
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -201,3 +202,62 @@ def test_families_end_after_an_error():
         model(torch.randn(4, 4))
     assert torch.ones(1, dtype=torch.bfloat16).exp().dtype == torch.bfloat16
     assert outcome(torch.exp, "bf16").out.dtype == torch.float32
+
+
+class TestKernelsUnderAutocastsKey:
+    def test_others_autocast_is_as_before(self):
+        x = torch.rand(4, 4, dtype=torch.bfloat16) + 0.5
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            before = {name: op(x) for name, op in OPERATIONS.items()}
+        outcome(torch.exp, "bf16")
+        assert len(_families._registered) == 1
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            after = {name: op(x) for name, op in OPERATIONS.items()}
+        for name in OPERATIONS:
+            assert after[name].dtype == before[name].dtype, name
+            assert torch.equal(after[name], before[name]), name
+        assert {after[name].dtype for name in ("softmax", "exp", "sum")} == {torch.bfloat16}
+
+    def test_every_operator_belongs_to_one_family_and_torchs_own_list_is_kept(self):
+        operators = _families._operators()
+        assert set(operators.values()) == {*OP_FAMILIES} - {"loss"}, "torch's list has the losses"
+        assert operators["softmax", "int"] == "softmax"
+        assert operators["linalg_vector_norm", "default"] == "norm"
+        assert not {"mm", "addmm", "linear", "relu", "mse_loss"} & {name for name, _ in operators}
+
+    def test_the_softmax_inside_attention_is_float32(self):
+        torch.manual_seed(0)
+        attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        x = torch.randn(2, 5, 8)
+        amp.apply_policy(attention, "bf16")
+        assert attention(x, x, x)[1].dtype == torch.float32
+        amp.remove_policy(attention)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert attention(x, x, x)[1].dtype == torch.bfloat16
+
+    def test_a_float32_region_inside_widens_nothing_and_the_outer_one_goes_on(self):
+        seen = {}
+
+        class Outer(Record):
+            def __init__(self):
+                super().__init__(torch.exp)
+                self.wide = torch.nn.Sequential(torch.nn.Identity())
+
+            def forward(self, x):
+                self.wide(x)
+                return super().forward(x)
+
+        model = Outer()
+        low = torch.rand(4, 4, dtype=torch.bfloat16)
+        model.wide[0].forward = lambda x: (
+            seen.update(
+                autocast=torch.is_autocast_enabled("cpu"), exp=torch.exp(low).dtype, given=x.dtype
+            )
+            or x
+        )
+        amp.apply_policy(model, polyamp.PolicyMap({"wide": "float32"}, default="bf16"))
+        model(torch.randn(4, 4))
+        assert seen["autocast"] is False
+        assert (seen["exp"], seen["given"]) == (torch.bfloat16, torch.float32)
+        assert (model.seen, model.out.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.is_autocast_enabled("cpu") is False

@@ -378,3 +378,16 @@ class TestRefusals:
     def test_what_is_no_module(self):
         with pytest.raises(polyamp.PolicyError, match=r"needs a torch.nn.Module, got function"):
             amp.apply_policy(batch, "fp16")
+
+
+def test_float64_reaches_norms_and_their_statistics():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    amp.apply_policy(model, "64-true")
+    floating = [v.dtype for v in model.state_dict().values() if v.is_floating_point()]
+    assert floating == [torch.float64] * 6
+    assert model.eval()(torch.ones(2, 3)).dtype == torch.float64
+    amp.remove_policy(model)
+    after = model.state_dict()
+    assert all(after[key].dtype == before[key].dtype for key in before)
+    assert all(torch.equal(after[key], before[key]) for key in before)

@@ -146,3 +146,17 @@ def test_the_bench_compares_equal_things():
     bench.policy_pass(ours, "cpu")()
     for a, b in zip(hand.parameters(), ours.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("policy", ["O2", "16-true"])
+def test_float16_parameters_get_masters_and_the_schedule_waits_on_skips(policy):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    ours = amp.Trainer(
+        net, optimizer, mse, policy=policy, rule=LOW_START, scheduler=schedule, progress=False
+    )
+    assert isinstance(ours.optimizer, amp.MasterWeights)
+    ours.train(problem(3, bad=(1,)), 1)
+    assert {p.dtype for p in net.parameters()} == {torch.float16}
+    assert (ours.scaler.state.skipped, optimizer.param_groups[0]["lr"]) == (1, 0.0125)
