@@ -67,9 +67,14 @@ class Policy:
         if type(text) is int and text in (16, 32, 64):
             text = str(text)
         if not isinstance(text, str):
+            hint = (
+                "For rules by module path write PolicyMap({...})"
+                if isinstance(text, Mapping)
+                else "For a dtype object write Policy(param, compute, output)"
+            )
             raise PolicyError(
                 f"a policy is a string, a Policy, or 16, 32 or 64; got {shown(text)} of type"
-                f" {type(text).__name__}. For a dtype object write Policy(param, compute, output)"
+                f" {type(text).__name__}. {hint}"
             )
         return cls(*parse_fields(text))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from polyamp._policy import Policy, parse_policy, require_supported
 
 Tensor = torch.Tensor
 
+LOW = (torch.float16, torch.bfloat16)
 _AUTOCAST = ("float16", "bfloat16", "float32")
 
 
@@ -34,24 +35,48 @@ def dtype_of(name: str) -> torch.dtype:
 def cast(tree: Any, dtype: str | torch.dtype) -> Any:
     """`tree` with its floating tensors in `dtype`; everything else is passed through as it is.
 
-    Goes through dicts, lists, tuples, named tuples and dataclasses. Complex and integer tensors
-    are left alone.
+    Goes through dicts, lists, tuples, named tuples and dataclasses, and gives back the very same
+    container where nothing in it changes. Complex and integer tensors are left alone.
     """
     target = dtype if isinstance(dtype, torch.dtype) else dtype_of(dtype)
+    return map_tensors(tree, lambda t: t.to(target) if t.is_floating_point() else t)
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`tree` with `function` applied to its tensors: dicts, lists, (named) tuples, dataclasses.
+
+    A container in which nothing changes is returned itself, so that what is appended to it later
+    is seen by whoever holds it.
+    """
     if isinstance(tree, Tensor):
-        return tree.to(target) if tree.is_floating_point() else tree
+        return function(tree)
     if isinstance(tree, Mapping):
-        return like_mapping(tree, {key: cast(value, target) for key, value in tree.items()})
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(cast(value, target) for value in tree))
+        new = {key: map_tensors(value, function) for key, value in tree.items()}
+        same = all(new[key] is value for key, value in tree.items())
+        return tree if same else like_mapping(tree, new)
     if isinstance(tree, (list, tuple)):
-        return type(tree)(cast(value, target) for value in tree)
+        values = [map_tensors(value, function) for value in tree]
+        same = all(new is old for new, old in zip(values, tree, strict=True))
+        return tree if same else _like_sequence(tree, values)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        named = {
-            f.name: cast(getattr(tree, f.name), target) for f in dataclasses.fields(tree) if f.init
-        }
-        return dataclasses.replace(tree, **named)
+        fields = [f.name for f in dataclasses.fields(tree) if f.init]
+        named = {name: map_tensors(getattr(tree, name), function) for name in fields}
+        same = all(new is getattr(tree, name) for name, new in named.items())
+        return tree if same else dataclasses.replace(tree, **named)
     return tree
+
+
+def _like_sequence(original: Any, values: list[Any]) -> Any:
+    """`values` in a sequence of the kind of `original`, which is as long."""
+    if type(original) in (list, tuple):
+        return type(original)(values)
+    if hasattr(original, "_fields"):
+        return type(original)(*values)
+    if isinstance(original, list):
+        twin = copy.copy(original)
+        twin[:] = values
+        return twin
+    return type(original)(values)
 
 
 def like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -75,11 +100,12 @@ def unscale(grads: Iterable[Tensor | None], inverse: Any) -> list[Tensor | None]
             float32, since an unscaled gradient may be below their range.
         inverse: 1 / scale.
     """
-    return [None if g is None else _wide(g) * _on(inverse, g) for g in grads]
+    return [None if g is None else wide(g) * _on(inverse, g) for g in grads]
 
 
-def _wide(grad: Tensor) -> Tensor:
-    return grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+def wide(value: Any) -> Any:
+    """A float16 or bfloat16 tensor in float32, anything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
 
 
 def _on(inverse: Any, grad: Tensor) -> Any:

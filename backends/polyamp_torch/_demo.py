@@ -113,7 +113,7 @@ def _trainer(task: Task, policy: Policy, settings: Settings, device: torch.devic
         policy=policy,
         scheduler=schedule,
         max_norm=settings.max_norm,
-        accumulate=settings.accumulate,
+        accumulation_steps=settings.accumulate,
         metric=accuracy if task.metric == "accuracy" else bits,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from polyamp_torch._modules import APPLIED, Applied, unwrapped
+from polyamp_torch._modules import APPLIED, Applied, rules_of, unwrapped
 
 Module = torch.nn.Module
 
@@ -19,8 +19,9 @@ def policy_tree(model: Module) -> str:
 
     Each line has the module's name and class, its compute dtype (parameters' -> compute's ->
     outputs' where they differ), the number and dtypes of the parameters it owns, and the rule that
-    decides. Modules that have the policy of what encloses them show no policy. After a forward pass
-    a wrapped module that was not called is marked.
+    decides. Modules that have the policy of what encloses them, and no rule of their own, show no
+    policy. After a forward pass a wrapped module that was not called is marked. `op:` rules follow
+    at the end.
     """
     root = unwrapped(model)
     ran = any(a.ran for a in _applied(root).values())
@@ -30,7 +31,9 @@ def policy_tree(model: Module) -> str:
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
         for row in rows
     ]
-    return "\n".join(lines)
+    rules = rules_of(model)
+    ops = () if rules is None else rules.op_rules
+    return "\n".join([*lines, *(f"op:{family}  {policy.compute_dtype}" for family, policy in ops)])
 
 
 def idle_rules(model: Module) -> list[str]:
@@ -57,7 +60,7 @@ def _row(path: str, module: Module, ran: bool) -> tuple[str, str, str, str]:
     applied = module.__dict__.get(APPLIED)
     if applied is None:
         return name, "", count, "no policy"
-    if not applied.boundary:
+    if not applied.boundary and (applied.rule is None or applied.owner != path):
         return name, "", count, ""
     policy = applied.policy
     dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
@@ -65,6 +68,6 @@ def _row(path: str, module: Module, ran: bool) -> tuple[str, str, str, str]:
     why = "default" if applied.rule is None else f"rule {applied.rule!r}"
     if applied.rule is not None and applied.owner != path:
         why += f" at {applied.owner!r}"
-    if ran and not applied.ran:
+    if applied.boundary and ran and not applied.ran:
         why += "; NEVER CALLED, so without effect"
     return name, " -> ".join(flow), count, why

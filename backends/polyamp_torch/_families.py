@@ -4,7 +4,11 @@ torch's autocast lists differ: CUDA's runs softmax, norms, losses, exponentials 
 the CPU's leaves most of them in the low format they meet. Inside a low-precision policy polyamp
 takes CUDA's list everywhere. On CUDA autocast itself does. On the CPU kernels under autocast's
 dispatch key do, for threads inside a `Region`; they are registered when the first one is entered,
-and pass everybody else's calls on. Under torch.compile, and on other devices, a function mode does.
+and pass everybody else's calls on. Under torch.compile, and on other devices, a function mode does;
+it knows the functions that are called, not what they call.
+
+With float32 results among low ones, operators that refuse mixed inputs need CUDA's third list too:
+those take the widest of their inputs' formats (`_PROMOTE`).
 
 Batch and instance norm are on neither list: both devices' kernels take low activations with float32
 parameters and statistics, and compute in float32.
@@ -14,15 +18,16 @@ Source: torch's documentation of automatic mixed precision, "CUDA Ops that can a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+
+from polyamp_torch._cast import map_tensors, wide
 
 Tensor = torch.Tensor
 
@@ -30,7 +35,7 @@ _NAMES: dict[str, str] = {
     "softmax": "softmax log_softmax softmin gumbel_softmax",
     "norm": (
         "layer_norm group_norm rms_norm local_response_norm normalize norm vector_norm matrix_norm"
-        " cosine_similarity renorm dist pdist cdist"
+        " cosine_similarity pairwise_distance renorm dist pdist cdist"
     ),
     "loss": (
         "cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits mse_loss"
@@ -41,49 +46,67 @@ _NAMES: dict[str, str] = {
     ),
     "exp": (
         "exp expm1 log log10 log2 log1p logsumexp pow __pow__ __rpow__ reciprocal __rtruediv__"
-        " __rdiv__ rsqrt softplus logsigmoid acos asin cosh sinh tan erfinv"
+        " __rdiv__ rsqrt softplus logsigmoid acos asin cosh sinh tan erfinv square"
     ),
     "sum": "sum prod cumsum cumprod logcumsumexp",
 }
+_PROMOTE = (
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+    " index_add scatter masked_scatter lerp mv"
+)
+PROMOTE = "promote"
+"""In the place of a family: operators whose inputs are brought to the widest format among them."""
 _ATEN = {"logsigmoid": "log_sigmoid"}
 """Operators that torch.ops.aten calls otherwise."""
-_HOMES = (torch, F, torch.special, torch.linalg, Tensor)
-_LOW = (torch.float16, torch.bfloat16)
+FAMILY_OF: Mapping[str, str] = {
+    name: family
+    for family, names in (*_NAMES.items(), (PROMOTE, _PROMOTE))
+    for name in names.split()
+}
+"""The family of every function of torch, by its name, that belongs to one; or PROMOTE."""
+_CALLED = {**FAMILY_OF, **{f"linalg_{name}": family for name, family in FAMILY_OF.items()}}
 
 
-def _functions() -> dict[Any, str]:
-    return {
-        function: family
-        for family, names in _NAMES.items()
-        for name in names.split()
-        for home in _HOMES
-        if callable(function := getattr(home, name, None))
-    }
+def _prepared(family: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operation of `family` in the format that it is to compute in."""
+    if family != PROMOTE:
+        return [wide(arg) for arg in args], {key: wide(value) for key, value in kwargs.items()}
+    formats = {v.dtype for v in (*args, *kwargs.values()) if _is_floating(v)}
+    if len(formats) < 2:
+        return args, kwargs
+    widest = functools.reduce(torch.promote_types, formats)
+    inputs = map_tensors([list(args), kwargs], lambda t: t.to(widest) if _is_floating(t) else t)
+    return inputs[0], inputs[1]
 
 
-FAMILY_OF: Mapping[Any, str] = _functions()
-"""The family of every torch function that belongs to one."""
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class FamilyMode(TorchFunctionMode):
-    """While entered, functions of some families get their low-precision inputs in float32.
+    """While entered and autocast is on, operations of some families compute in float32.
 
     Args:
+        device: the device type.
         families: the families to widen, e.g. ("softmax", "norm").
     """
 
-    def __init__(self, families: Iterable[str]) -> None:
+    def __init__(self, device: str, families: Iterable[str]) -> None:
         super().__init__()
-        self.families = frozenset(families)
+        self.device, self.families = device, frozenset(families)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Widen, then call."""
+        """Bring the arguments to the family's format, then call."""
         kwargs = kwargs or {}
-        family = FAMILY_OF.get(func)
-        if family is None or family not in self.families or kwargs.get("out") is not None:
+        family = _CALLED.get(getattr(func, "__name__", ""))
+        known = family in self.families or (family == PROMOTE and self.families)
+        if family is None or not known or kwargs.get("out") is not None:
             return func(*args, **kwargs)
-        wide = {key: _wide(value) for key, value in kwargs.items()}
-        return func(*[_wide(value) for value in args], **wide)
+        if not torch.is_autocast_enabled(self.device):
+            return func(*args, **kwargs)
+        args, kwargs = _prepared(family, args, kwargs)
+        with torch.autocast(self.device, enabled=False):
+            return func(*args, **kwargs)
 
 
 class _Active(threading.local):
@@ -106,28 +129,39 @@ class Region:
 
     def __init__(self, device: str, dtype: torch.dtype | None, families: frozenset[str]) -> None:
         self._device, self._dtype, self._families = device, dtype, families
-        self._entered: list[Any] = []
+        self._entered = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        self._outside, _active.families = _active.families, self._families
-        self._off = self._dtype is None and torch.is_autocast_enabled(self._device)
-        if self._off:
-            torch.set_autocast_enabled(self._device, False)
-        elif self._dtype is not None:
-            self._entered = [torch.autocast(self._device, self._dtype)]
-            if self._families and self._device == "cpu":
-                _register()
-            elif self._families and self._device != "cuda":
-                self._entered.append(FamilyMode(self._families))
-            for context in self._entered:
-                context.__enter__()
+        self._outside, self._off = _active.families, False
+        if self._dtype is None:
+            self._off = _autocasts(self._device)
+            if self._off:
+                torch.set_autocast_enabled(self._device, False)
+        elif torch.amp.is_autocast_available(self._device):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_autocast(self._device, self._dtype))
+                if self._families and self._device == "cpu":
+                    _register()
+                elif self._families and self._device != "cuda":
+                    stack.enter_context(FamilyMode(self._device, self._families))
+                self._entered = stack.pop_all()
+        _active.families = self._families
 
     def __exit__(self, *error: Any) -> None:
-        for context in reversed(self._entered):
-            context.__exit__(*error)
+        _active.families = self._outside
         if self._off:
             torch.set_autocast_enabled(self._device, True)
-        _active.families = self._outside
+        self._entered.__exit__(*error)
+
+
+def _autocasts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _autocast(device: str, dtype: torch.dtype) -> torch.autocast:
+    """torch.autocast, whose cache of cast weights must not serve two formats: it has one key."""
+    other = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype
+    return torch.autocast(device, dtype, cache_enabled=False if other else None)
 
 
 class Again:
@@ -147,14 +181,14 @@ class Again:
         _active.families = self._outside
 
 
-@contextmanager
+@contextlib.contextmanager
 def traced(device: str, dtype: torch.dtype | None, families: frozenset[str]) -> Iterator[None]:
     """`Region` as torch.compile can trace it."""
     with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
         if dtype is None or device == "cuda":
             yield
         else:
-            with FamilyMode(families):
+            with FamilyMode(device, families):
                 yield
 
 
@@ -173,22 +207,21 @@ def _register() -> None:
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name, family in _operators().items():
             operator = getattr(getattr(torch.ops.aten, name[0]), name[1])
-            kernel = partial(_kernel, operator, family)
+            kernel = functools.partial(_kernel, operator, family)
             library.impl(operator, kernel, _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
         _registered.append(library)
 
 
-@cache
+@functools.cache
 def _operators() -> dict[tuple[str, str], str]:
     """(operator, overload) -> family, of all that have no autocast kernel of torch's own."""
     found = {}
-    for family, names in _NAMES.items():
-        for name in names.split():
-            for spelt in (name, f"linalg_{name}", _ATEN.get(name, name)):
-                packet = getattr(torch.ops.aten, spelt, None)
-                for overload in () if packet is None else packet.overloads():
-                    if _is_open(getattr(packet, overload)):
-                        found[spelt, overload] = family
+    for name, family in FAMILY_OF.items():
+        for spelt in (name, f"linalg_{name}", _ATEN.get(name, name)):
+            packet = getattr(torch.ops.aten, spelt, None)
+            for overload in () if packet is None else packet.overloads():
+                if _is_open(getattr(packet, overload)):
+                    found[spelt, overload] = family
     return found
 
 
@@ -202,16 +235,17 @@ def _is_open(operator: Any) -> bool:
     )
 
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
+@functools.cache
+def _below() -> Any:
+    """The dispatch keys that come after autocast's."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.AutocastCPU)
 
 
 def _kernel(operator: Any, family: str, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    if family not in _active.families:
-        return operator.redispatch(keys & _BELOW, *args, **kwargs)
-    with torch.autocast("cpu", enabled=False):
-        wide = {key: _wide(value) for key, value in kwargs.items()}
-        return operator(*[_wide(value) for value in args], **wide)
-
-
-def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+    active = _active.families
+    if family in active or (family == PROMOTE and active):
+        new, named = _prepared(family, args, kwargs)
+        if new is not args:
+            with torch.autocast("cpu", enabled=False):
+                return operator(*new, **named)
+    return operator.redispatch(keys & _below(), *args, **kwargs)

@@ -23,8 +23,9 @@ import torch
 from torch.optim import Optimizer
 
 from polyamp._errors import BackendError, StateError
+from polyamp_torch._cast import LOW
 from polyamp_torch._grads import is_fused
-from polyamp_torch._pairs import LOW, Pair, move, widen, widened
+from polyamp_torch._pairs import Pair, move, widen, widened
 
 Tensor = torch.Tensor
 
@@ -54,8 +55,8 @@ class MasterWeights(Optimizer):
     Wrap before a learning-rate scheduler is made, and use the wrapper from then on. Its
     `param_groups`, `state` and `defaults` are the inner optimizer's, with the masters in the place
     of the parameters; state that exists already moves to them in float32. float32 parameters stay
-    as they are. Backward passes accumulate in the model's gradients as ever; `accumulate` adds
-    them up in float32 instead.
+    as they are; one that becomes low later (`apply_policy`) gets its master then. Backward passes
+    accumulate in the model's gradients as ever; `accumulate` adds them up in float32 instead.
 
     Values written into the model's parameters in place (`model.load_state_dict`, clamping) are
     taken over by the next `step` or `state_dict`, entry by entry; through `.data` they are not
@@ -78,13 +79,7 @@ class MasterWeights(Optimizer):
     def __init__(self, optimizer: Optimizer) -> None:
         _check(optimizer)
         self._restore(optimizer, [])
-        for group in optimizer.param_groups:
-            pairs = self._new_pairs(group["params"])
-            group["params"] = self._with_masters(group["params"], pairs)
-            self._pairs += pairs
-        for pair in self._pairs:
-            if pair.param in optimizer.state:
-                optimizer.state[pair.master] = widened(optimizer.state.pop(pair.param))
+        self._adopt()
 
     def _restore(self, inner: Optimizer, pairs: list[Pair]) -> None:
         self.inner = inner
@@ -133,6 +128,10 @@ class MasterWeights(Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
+    def master_of(self, param: Tensor) -> Tensor:
+        """The float32 master of a parameter of the model; the parameter itself if it has none."""
+        return next((pair.master for pair in self._pairs if pair.param is param), param)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; low-precision parameters in it get masters."""
         given = param_group["params"]
@@ -140,6 +139,18 @@ class MasterWeights(Optimizer):
         pairs = self._new_pairs(params)
         self.inner.add_param_group({**param_group, "params": self._with_masters(params, pairs)})
         self._pairs += pairs
+
+    def _adopt(self) -> None:
+        """Give masters to the low-precision parameters that have none."""
+        for group in self.inner.param_groups:
+            if all(param.dtype not in LOW for param in group["params"]):
+                continue
+            pairs = self._new_pairs(group["params"])
+            group["params"] = self._with_masters(group["params"], pairs)
+            self._pairs += pairs
+            for pair in pairs:
+                if pair.param in self.inner.state:
+                    self.inner.state[pair.master] = widened(self.inner.state.pop(pair.param))
 
     def _new_pairs(self, params: Iterable[Any]) -> list[Pair]:
         known = {id(pair.param) for pair in self._pairs}
@@ -166,6 +177,8 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def _collect(self) -> bool:
         """Widen what is new among the model's gradients; whether a change came too late."""
+        if not self._open:
+            self._adopt()
         late, new = False, []
         for pair in self._pairs:
             if pair.is_current():

@@ -17,7 +17,9 @@ are not.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from typing import cast as cast_to
 
@@ -27,7 +29,7 @@ from polyamp._errors import PolicyError
 from polyamp._policy import Policy, parse_policy, require_supported
 from polyamp._policy_map import PolicyMap
 from polyamp._policy_pattern import OP_FAMILIES
-from polyamp_torch._cast import cast, default_device_type, dtype_of
+from polyamp_torch._cast import cast, default_device_type, dtype_of, map_tensors
 from polyamp_torch._families import Again, FamilyMode, Region, traced
 
 Module = torch.nn.Module
@@ -35,7 +37,10 @@ Module = torch.nn.Module
 APPLIED = "_polyamp_applied"
 _LOW = ("float16", "bfloat16")
 _WIDE = ("float32", "float64")
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BATCH_NORM = torch.nn.modules.batchnorm._NormBase
+_SPECTRAL_NORM = torch.nn.utils.parametrizations._SpectralNorm
+"""Whose buffers are multiplied with the parameter, and have its dtype."""
 _NORMS = (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm, _BATCH_NORM)
 _PLAIN = frozenset(
     kind.forward
@@ -69,8 +74,10 @@ class Applied:
     """Compute dtype of the enclosing region where that is wide, so that no autocast casts there."""
     forward: Any = None
     """The instance's own forward, if it had one."""
-    dtypes: tuple[torch.dtype, ...] = ()
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """dtypes of what `_own` gives, before."""
+    rules: PolicyMap | None = None
+    """Of the model itself: the whole map."""
     ran: bool = False
 
     def __post_init__(self) -> None:
@@ -85,7 +92,10 @@ def run(module: Module, applied: Applied, *args: Any, **kwargs: Any) -> Any:
     forward = applied.forward or functools.partial(type(module).forward, module)
     tracing = torch.compiler.is_compiling()
     if not applied.boundary:
-        with (FamilyMode if tracing else Again)(applied.families):
+        if not tracing:
+            with Again(applied.families):
+                return forward(*args, **kwargs)
+        with FamilyMode(_device_type(module, args, kwargs), applied.families):
             return forward(*args, **kwargs)
     dtype = applied.compute
     device = _device_type(module, args, kwargs)
@@ -98,12 +108,19 @@ def run(module: Module, applied: Applied, *args: Any, **kwargs: Any) -> Any:
 
 
 def _device_type(module: Module, args: Any, kwargs: Any) -> str:
+    """Where the module computes: the device of its first floating input, else of its parameters."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.device.type
-    for param in module.parameters():
-        return param.device.type
-    return default_device_type()
+    tensors = itertools.chain(module.parameters(), module.buffers(), _tensors((args, kwargs)))
+    first = next(tensors, None)
+    return default_device_type() if first is None else first.device.type
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(tree, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    yield from found
 
 
 def replicate(module: Module, applied: Applied) -> Module:
@@ -124,22 +141,33 @@ def _wrap(module: Module, applied: Applied) -> None:
 
 def unwrapped(model: Module) -> Module:
     """The model inside torch.compile's, DataParallel's and DistributedDataParallel's wrappers."""
-    while True:
-        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = cast_to(Module, model._orig_mod)
-        else:
-            return model
+    while model is not (inner := _inside(model)):
+        model = inner
+    return model
+
+
+def _inside(model: Module) -> Module:
+    """What is inside the outermost wrapper, or the model itself."""
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        return cast_to(Module, model.module)
+    compiled = isinstance(model, torch._dynamo.OptimizedModule)
+    return cast_to(Module, model._orig_mod) if compiled else model
+
+
+def rules_of(model: Module) -> PolicyMap | None:
+    """The policy map that `model` has, None if none."""
+    applied = unwrapped(model).__dict__.get(APPLIED)
+    return None if applied is None else applied.rules
 
 
 def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
     """Make `model` compute as a policy says; in place, and undone by `remove_policy`.
 
-    Inputs are cast where the policy changes from one module to the next, in both directions; so are
-    outputs, to the policy's output dtype. Parameters of a module whose param_dtype is low are cast
-    in place (the Parameter objects stay, so optimizers keep working), those of norms are not.
-    Buffers keep their dtypes, but for batch norm's statistics under float64.
+    Floating inputs are cast where the policy changes from one module to the next, in both
+    directions; so are outputs, to the policy's output dtype. Parameters are cast to the policy's
+    param_dtype in place, so the Parameter objects stay (an optimizer that has made its state
+    already needs `MasterWeights`); norms keep float32 ones under a low policy. Buffers keep their
+    dtypes, but under float64. Only `forward` is covered: other methods compute as before.
 
     Args:
         model: any module; wrappers of torch.compile, DataParallel and DistributedDataParallel are
@@ -152,7 +180,8 @@ def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
 
     Raises:
         PolicyError: not a policy, one that torch cannot apply, a pattern that matches no module, or
-            a module or parameter shared by places with different policies. Nothing is changed.
+            a module or parameter shared by places with different policies, or parameters to be
+            cast inside DistributedDataParallel. Nothing is changed.
     """
     if not isinstance(model, Module):
         raise PolicyError(f"apply_policy needs a torch.nn.Module, got {type(model).__name__}")
@@ -160,33 +189,60 @@ def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
     rules = policy if isinstance(policy, PolicyMap) else PolicyMap(default=parse_policy(policy))
     plan = _plan(root, rules)
     _check_parameters(root, plan)
-    remove_policy(root)
+    _check_ddp(
+        model, {own: _target(m, a, own) for m, a in plan.items() for own in _own(m).values()}
+    )
+    remove_policy(model)
     for module, applied in plan.items():
         applied.forward = module.__dict__.get("forward")
-        applied.dtypes = tuple(own.dtype for own in _own(module))
+        applied.dtypes = {name: own.dtype for name, own in _own(module).items()}
+    plan[root].rules = rules
     for module, applied in plan.items():
-        _cast_parameters(module, applied)
+        for own in _own(module).values():
+            _retype(own, _target(module, applied, own))
         _wrap(module, applied)
     return model
 
 
 def remove_policy(model: Module) -> Module:
-    """Undo `apply_policy`: forwards, parameter dtypes. What rounding took does not come back.
+    """Undo `apply_policy`: forwards, dtypes. What rounding took does not come back.
 
     Returns:
         `model`, which may have had no policy.
+
+    Raises:
+        PolicyError: parameters would be cast inside DistributedDataParallel.
     """
-    for module in unwrapped(model).modules():
-        applied = module.__dict__.pop(APPLIED, None)
-        if applied is None:
-            continue
-        module.__dict__.pop("_replicate_for_data_parallel", None)
-        module.__dict__.pop("forward", None)
+    found = [(m, a) for m in unwrapped(model).modules() if (a := m.__dict__.get(APPLIED))]
+    before = [
+        (own, applied.dtypes[name])
+        for module, applied in found
+        for name, own in _own(module).items()
+        if name in applied.dtypes
+    ]
+    _check_ddp(model, dict(before))
+    for module, applied in found:
+        for name in (APPLIED, "_replicate_for_data_parallel", "forward"):
+            module.__dict__.pop(name, None)
         if applied.forward is not None:
             module.__dict__["forward"] = applied.forward
-        for own, dtype in zip(_own(module), applied.dtypes, strict=False):
-            _retype(own, dtype)
+    for own, dtype in before:
+        _retype(own, dtype)
     return model
+
+
+def _check_ddp(model: Module, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Refuse to cast what DistributedDataParallel has made its buckets for."""
+    while model is not (inner := _inside(model)):
+        cast = isinstance(model, torch.nn.parallel.DistributedDataParallel) and any(
+            own.dtype != dtype for own, dtype in dtypes.items()
+        )
+        if cast:
+            raise PolicyError(
+                "this policy casts parameters, whose gradients DistributedDataParallel would no"
+                " longer reduce; apply or remove it before the model is wrapped"
+            )
+        model = inner
 
 
 def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
@@ -270,17 +326,23 @@ def check_policy(policy: Policy) -> None:
         )
 
 
-def _target(module: Module, applied: Applied) -> torch.dtype:
-    batch = isinstance(module, _BATCH_NORM)
-    keep = batch or (applied.wide_norms and isinstance(module, _NORMS))
-    low = applied.policy.param_dtype in _LOW
-    return torch.float32 if keep and low else dtype_of(applied.policy.param_dtype)
+def _target(module: Module, applied: Applied, own: torch.Tensor) -> torch.dtype:
+    """The dtype that one of `_own(module)` is to have."""
+    wanted = dtype_of(applied.policy.param_dtype)
+    if own.dtype not in _FLOATING:
+        return own.dtype
+    if isinstance(own, torch.nn.Parameter):
+        batch = isinstance(module, _BATCH_NORM)
+        keep = batch or (applied.wide_norms and isinstance(module, _NORMS))
+        return torch.float32 if keep and applied.policy.param_dtype in _LOW else wanted
+    follows = wanted == torch.float64 or isinstance(module, _SPECTRAL_NORM)
+    return wanted if follows else own.dtype
 
 
-def _own(module: Module) -> list[torch.Tensor]:
-    """A module's own parameters; batch norm's statistics too, which must have their dtype."""
-    own: list[torch.Tensor] = list(module.parameters(recurse=False))
-    return [*own, *module.buffers(recurse=False)] if isinstance(module, _BATCH_NORM) else own
+def _own(module: Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters and buffers, by name."""
+    params = dict(module.named_parameters(recurse=False))
+    return {**params, **dict(module.named_buffers(recurse=False))}
 
 
 def _check_parameters(root: Module, plan: dict[Module, Applied]) -> None:
@@ -288,20 +350,13 @@ def _check_parameters(root: Module, plan: dict[Module, Applied]) -> None:
     wanted: dict[torch.nn.Parameter, tuple[str, torch.dtype]] = {}
     for path, module in root.named_modules():
         for name, param in module.named_parameters(path, recurse=False):
-            target = _target(module, plan[module])
+            target = _target(module, plan[module], param)
             first, other = wanted.setdefault(param, (name, target))
             if other != target:
                 raise PolicyError(
                     f"{first} and {name} are one tied parameter, wanted in {other} and {target};"
                     " give both modules policies with the same params="
                 )
-
-
-def _cast_parameters(module: Module, applied: Applied) -> None:
-    target = _target(module, applied)
-    for own in _own(module):
-        if own.is_floating_point():
-            _retype(own, target)
 
 
 def _retype(param: torch.Tensor, dtype: torch.dtype) -> None:

@@ -121,7 +121,8 @@ def _quick(part: Part) -> float | None:
             if _is_spread(grad):
                 return None
             value = dense(grad)
-            wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+            long = value.dtype == torch.float64 or value.numel() > _CHUNK
+            wide = torch.float64 if long else torch.float32
             squares.append(torch.linalg.vector_norm(value, 2.0, dtype=wide).square())
         elif (size := flat.numel()) <= _SMALL:
             small.append(flat)

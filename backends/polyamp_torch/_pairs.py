@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-Tensor = torch.Tensor
+from polyamp_torch._cast import LOW
 
-LOW = (torch.float16, torch.bfloat16)
+Tensor = torch.Tensor
 
 
 def _gone() -> None:
@@ -72,7 +72,7 @@ class Pair:
             self.written = self.param._version
 
 
-def widen(pairs: Iterable[Pair]) -> None:
+def widen(pairs: Sequence[Pair]) -> None:
     """Copy the gradients of parameters to their masters: one pass, and sparse ones one by one."""
     targets, sources = [], []
     for pair in pairs:
@@ -90,7 +90,7 @@ def widen(pairs: Iterable[Pair]) -> None:
         pair.note(pair.param.grad)
 
 
-def move(pairs: Iterable[Pair]) -> None:
+def move(pairs: Sequence[Pair]) -> None:
     """Add the gradients of parameters to those of their masters, and set them to None."""
     first: list[Pair] = []
     wide: list[Tensor] = []
@@ -101,8 +101,9 @@ def move(pairs: Iterable[Pair]) -> None:
             continue
         if total is None:
             first.append(pair)
-        elif grad.is_sparse:
-            pair.master.grad = total + grad.to(torch.float32)
+        elif grad.is_sparse or total.is_sparse:
+            sparse, other = (grad, total) if grad.is_sparse else (total, grad)
+            pair.master.grad = other.to(torch.float32) + sparse.to(torch.float32)
         else:
             wide.append(total)
             narrow.append(grad)

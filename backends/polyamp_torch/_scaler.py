@@ -15,6 +15,7 @@ from polyamp._dynamic import Dynamic
 from polyamp._errors import RuleError
 from polyamp._interchange import scaler_from_dict, scaler_to_dict
 from polyamp._policy import Policy, parse_policy
+from polyamp._policy_map import PolicyMap
 from polyamp._scaling import Rule
 from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
 from polyamp._xp import F32_MAX
@@ -57,8 +58,8 @@ class GradScaler(Stepping):
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         rule: a `polyamp.Rule` or the name of a system ("megatron", "deepspeed-zero", ...) in place
             of the four numbers.
-        policy: a Policy or policy string; scaling is off where it needs none (bfloat16, float32),
-            unless `rule` asks for it. Otherwise `enabled` decides.
+        policy: a Policy, PolicyMap or policy string; scaling is off where it needs none (bfloat16,
+            float32), unless `rule` asks for it. Otherwise `enabled` decides.
         min_scale, max_scale, hysteresis: as in `polyamp.Dynamic`, beside the four numbers.
 
     Raises:
@@ -76,7 +77,7 @@ class GradScaler(Stepping):
         enabled: bool = True,
         *,
         rule: Rule | str | None = None,
-        policy: Policy | str | None = None,
+        policy: Policy | PolicyMap | str | None = None,
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int | None = None,
@@ -95,8 +96,9 @@ class GradScaler(Stepping):
             for k, v in given.items()
             if not isinstance(v, (DefaultFloat, DefaultInt, type(None)))
         }
-        if policy is not None and not parse_policy(policy).needs_scaling and rule is None:
-            enabled = False
+        if policy is not None and rule is None:
+            chosen = policy if isinstance(policy, PolicyMap) else parse_policy(policy)
+            enabled = enabled and chosen.needs_scaling
         self._keeper = Keeper(rule_from(rule, given) if enabled else TORCH)
         self._force_device_mode = False
         self._known_row = self._told = 0

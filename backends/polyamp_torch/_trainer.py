@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from polyamp._errors import PolicyError
 from polyamp._policy import Policy, parse_policy
 from polyamp._policy_map import PolicyMap
 from polyamp._scaling import Rule
-from polyamp_torch._cast import cast
+from polyamp_torch._cast import map_tensors, wide
+from polyamp_torch._ema import ExponentialMovingAverage
 from polyamp_torch._masters import MasterWeights
-from polyamp_torch._modules import apply_policy
+from polyamp_torch._modules import apply_policy, rules_of
 from polyamp_torch._scaler import GradScaler
 from polyamp_torch._schedule import lr_step
 
@@ -34,34 +35,41 @@ class Trainer:
         trainer = amp.Trainer(model, optimizer, criterion, fp16=True)
         history = trainer.train(dataloader, num_epochs=3)
 
-    Each step is one window of `accumulate` batches:
+    Each step is one window of `accumulation_steps` batches:
 
         for batch in window:  scale(criterion(model(inputs), target) / batches).backward()
-        clip and step, or skip the whole window if one gradient is not finite
+        clip and step; where the loss is scaled, skip the whole window if a gradient is not finite
         scheduler and EMA wait on a skipped step
 
     Args:
         model: the policy is applied to it in place (`apply_policy`).
         optimizer: built over `model.parameters()`; wrapped in `MasterWeights` where the policy has
             master weights, or float16 parameters, whose updates need them.
-        criterion: `criterion(outputs, target) -> loss`, a mean over the batch; gets float32.
-        fp16, bf16: short for policy="fp16" and policy="bf16". Neither: float32.
-        policy: a policy, a policy map or a policy string.
+        criterion: `criterion(outputs, target) -> loss`, a mean over the batch; gets outputs of at
+            least float32.
+        fp16, bf16: short for policy="fp16" and policy="bf16".
+        policy: a policy, a policy map or a policy string. None of the three: the policy that the
+            model has already, else float32.
         rule: how the loss is scaled, as in `GradScaler`. Without it only float16 is scaled.
-        scheduler: stepped after each applied step.
+        scheduler: stepped after each applied step; not ReduceLROnPlateau.
         max_norm: gradients are clipped to this total norm; None: not at all.
-        accumulate: batches per step.
+        accumulation_steps: batches per step, which count alike, whatever their sizes.
         metric: `metric(outputs, target)`, a mean over the batch, for `evaluate`; the criterion by
             default.
-        ema_decay: keep an exponential moving average of the weights, in `trainer.ema`, updated
-            after each applied step; `evaluate` uses it.
+        ema_decay: keep an exponential moving average of the weights in float32, updated after each
+            applied step: `trainer.ema.module` has it, and `evaluate` uses it.
         progress: show a progress bar where standard output is a terminal.
 
     A batch is `(input, ..., target)`, tensors or nested collections of them; override `forward`
-    for anything else.
+    for anything else. Modules that are in eval mode while the model trains stay in it.
+
+    Attributes:
+        model, optimizer, scaler, scheduler, ema: what to save and to load to go on later (their
+            `state_dict`; the scaler also has `to_dict`).
 
     Raises:
         PolicyError: more than one of fp16, bf16 and policy, or what `apply_policy` refuses.
+        TypeError, ValueError: an argument that is not what it should be. The model is unchanged.
     """
 
     def __init__(
@@ -76,121 +84,226 @@ class Trainer:
         rule: Rule | str | None = None,
         scheduler: Any = None,
         max_norm: float | None = None,
-        accumulate: int = 1,
+        accumulation_steps: int = 1,
         metric: Metric | None = None,
         ema_decay: float | None = None,
         progress: bool = True,
     ) -> None:
-        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-            raise ValueError(f"accumulate must be a whole number of batches, got {accumulate!r}")
-        rules = _rules(fp16, bf16, policy)
-        self.model = apply_policy(model, rules)
-        masters = any(p.master_dtype or p.param_dtype == "float16" for p in rules.policies)
-        self.optimizer = MasterWeights(optimizer) if masters else optimizer
+        check(model, optimizer, criterion, scheduler, accumulation_steps)
+        rules = _rules(model, fp16, bf16, policy)
         self.device = next(model.parameters()).device
         scaled = rules.needs_scaling or rule is not None
         self.scaler = GradScaler(self.device.type, enabled=scaled, rule=rule)
+        self.model = apply_policy(model, rules)
+        masters = any(p.master_dtype or p.param_dtype == "float16" for p in rules.policies)
+        wrap = masters and not isinstance(optimizer, MasterWeights)
+        self.optimizer = MasterWeights(optimizer) if wrap else optimizer
         self.criterion, self.scheduler = criterion, scheduler
         self.max_norm = float("inf") if max_norm is None else max_norm
-        self.accumulate, self.metric = accumulate, criterion if metric is None else metric
+        self.accumulation_steps = accumulation_steps
+        self.metric = criterion if metric is None else metric
         self.ema = None
         if ema_decay is not None:
-            average = get_ema_multi_avg_fn(ema_decay)  # type: ignore[no-untyped-call]
-            self.ema = AveragedModel(model, multi_avg_fn=average)
-        self.progress = progress
+            master_of = getattr(self.optimizer, "master_of", lambda param: param)
+            self.ema = ExponentialMovingAverage(model, ema_decay, master_of)
+        self.progress, self.epoch = progress, 0
 
     def train(
         self,
         dataloader: Iterable[Any],
         num_epochs: int,
-        held_out: Iterable[Any] | None = None,
+        val_dataloader: Iterable[Any] | None = None,
     ) -> pd.DataFrame:
-        """Train for `num_epochs` passes over `dataloader`.
+        """Train for `num_epochs` passes over `dataloader`; called again it goes on counting.
 
         Returns:
-            One row an epoch: epoch (from 1), loss (mean over the applied steps), scale (at the
-            end), grad_norm (mean over the applied steps, before clipping), skipped (steps),
-            seconds, and with `held_out` the metric under its function's name.
+            One row an epoch: epoch (from 1), loss (mean over the steps, without skipped ones; NaN
+            if there is none), scale (at the end; 1 where nothing is scaled), grad_norm (likewise,
+            before clipping), skipped (steps), seconds, and with `val_dataloader` the metric as
+            "val_" and its function's name.
+
+        Raises:
+            ValueError: an epoch without a batch (a generator is exhausted after one), or
+                `num_epochs` below 1.
         """
         import pandas as pd
 
+        if num_epochs < 1:
+            raise ValueError(f"num_epochs must be at least 1, got {num_epochs!r}")
+        last = self.epoch + num_epochs
         rows = []
-        for epoch in range(1, num_epochs + 1):
-            row = {"epoch": epoch, **self._epoch(dataloader, f"epoch {epoch}/{num_epochs}")}
-            if held_out is not None:
-                row[getattr(self.metric, "__name__", "metric")] = self.evaluate(held_out)
+        while self.epoch < last:
+            self.epoch += 1
+            row = {"epoch": self.epoch, **self._epoch(dataloader, f"epoch {self.epoch}/{last}")}
+            if val_dataloader is not None:
+                row[f"val_{_name(self.metric)}"] = self.evaluate(val_dataloader)
             rows.append(row)
         return pd.DataFrame(rows)
 
     def _epoch(self, dataloader: Iterable[Any], title: str) -> dict[str, Any]:
-        self.model.train()
-        start, skipped = time.perf_counter(), self.scaler.state.skipped
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if not self.model.training:
+            self.model.train()
+        start, before = time.perf_counter(), self.scaler.state
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        count = 0
         with _bar(dataloader, title, self.progress) as batches:
-            for window in _windows(batches, self.accumulate):
+            for window in _windows(batches, self.accumulation_steps):
                 loss, norm = self.step(window)
-                kept = torch.stack([loss.double(), norm.double(), torch.ones_like(loss).double()])
-                totals += torch.where(torch.isfinite(norm + loss), kept, 0.0)
-        loss_sum, norm_sum, count = totals.tolist()
+                totals += torch.stack([loss.double(), norm.double()]).where(self._applied(), 0.0)
+                count += 1
+        if not count:
+            raise ValueError(
+                "the dataloader gave no batch; a generator is exhausted after one epoch: pass a"
+                " DataLoader or a list"
+            )
+        skipped = self.scaler.state.skipped - before.skipped
+        used = count - skipped
+        loss_sum, norm_sum = totals.tolist()
         return {
-            "loss": loss_sum / max(count, 1.0),
+            "loss": loss_sum / used if used else math.nan,
             "scale": self.scaler.get_scale(),
-            "grad_norm": norm_sum / max(count, 1.0),
-            "skipped": self.scaler.state.skipped - skipped,
+            "grad_norm": norm_sum / used if used else math.nan,
+            "skipped": skipped,
             "seconds": time.perf_counter() - start,
         }
+
+    def _applied(self) -> Tensor:
+        """0-d bool, on the device: whether the last step was applied. Nothing waits for it."""
+        last = self.scaler.last_decision
+        return torch.as_tensor(True if last is None else last.applied, device=self.device)
 
     def step(self, window: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """One optimizer step over a window of batches, or a skip of all of them.
 
+        Args:
+            window: a list of batches.
+
         Returns:
-            The mean loss and the norm of its gradient before clipping, 0-d, on the device; the
-            norm is not finite where the step was skipped.
+            The mean loss and the norm of its gradient before clipping, 0-d, on the device. While
+            the loss is scaled, the norm is not finite where the step was skipped.
         """
         total = torch.zeros((), device=self.device)
-        for batch in window:
+        for number, batch in enumerate(window, start=1):
             outputs, target = self.forward(self.model, batch)
             loss = self.criterion(outputs, target) / len(window)
             self.scaler.scale(loss).backward()
             total += loss.detach()
+            if number < len(window) and isinstance(self.optimizer, MasterWeights):
+                self.optimizer.accumulate()
         norm = self.scaler.clip_and_step(self.optimizer, self.max_norm)
         if self.scaler.is_enabled():
             self.scaler.update()
         if self.scheduler is not None:
             lr_step(self.scheduler, self.scaler)
         if self.ema is not None and self.scaler.applied(self.optimizer):
-            self.ema.update_parameters(self.model)
+            self.ema.update()
         self.optimizer.zero_grad()
         return total, norm
 
     def forward(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
-        """(outputs in float32, target) of one batch `(input, ..., target)`."""
-        *inputs, target = _to(batch, self.device)
-        return cast(model(*inputs), "float32"), target
+        """(outputs, in float32 where they were lower, and target) of `(input, ..., target)`."""
+        if not isinstance(batch, (list, tuple)) or len(batch) < 2:
+            raise TypeError(
+                f"a batch is (input, ..., target), got {type(batch).__name__}; override"
+                " Trainer.forward for batches of another form. step() takes a list of batches"
+            )
+        *inputs, target = map_tensors(tuple(batch), self._moved)
+        return map_tensors(model(*inputs), wide), target
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=self.device.type != "cpu")
 
     @torch.no_grad()
     def evaluate(self, dataloader: Iterable[Any]) -> float:
-        """Mean of the metric over the batches, weighted by their sizes, without training."""
-        model = self.model if self.ema is None else self.ema
-        was_training = model.training
+        """Mean of the metric over the batches, weighted by their sizes, without training.
+
+        Uses the moving average where there is one.
+
+        Raises:
+            ValueError: no batch.
+        """
+        model = self.model if self.ema is None else self.ema.module
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         total, count = 0.0, 0
-        for batch in dataloader:
-            outputs, target = self.forward(model, batch)
-            size = len(target)
-            total += float(self.metric(outputs, target)) * size
-            count += size
-        model.train(was_training)
-        return total / max(count, 1)
+        try:
+            for batch in dataloader:
+                outputs, target = self.forward(model, batch)
+                size = batch_size(target)
+                total += float(self.metric(outputs, target)) * size
+                count += size
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if not count:
+            raise ValueError("there was no batch to evaluate; a generator is exhausted after one")
+        return total / count
 
 
-def _rules(fp16: bool, bf16: bool, policy: Policy | PolicyMap | str | None) -> PolicyMap:
+def _rules(
+    model: torch.nn.Module, fp16: bool, bf16: bool, policy: Policy | PolicyMap | str | None
+) -> PolicyMap:
     if fp16 + bf16 + (policy is not None) > 1:
         raise PolicyError("give one of fp16=True, bf16=True and policy=, not several")
     if isinstance(policy, PolicyMap):
         return policy
-    named = "fp16" if fp16 else "bf16" if bf16 else "float32"
-    return PolicyMap(default=parse_policy(named if policy is None else policy))
+    if policy is None:
+        policy = "fp16" if fp16 else "bf16" if bf16 else None
+    if policy is None:
+        return rules_of(model) or PolicyMap()
+    return PolicyMap(default=parse_policy(policy))
+
+
+def _name(metric: Metric) -> str:
+    name = getattr(metric, "__name__", type(metric).__name__)
+    return "metric" if name in ("<lambda>", "partial") else name
+
+
+def batch_size(target: Any) -> int:
+    """Length of the first tensor in `target`; 1 for a tensor without dimensions or no tensor."""
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(len(tensor) if tensor.dim() else 1)
+        return tensor
+
+    map_tensors(target, note)
+    return sizes[0] if sizes else 1
+
+
+def check(
+    model: Any, optimizer: Any, criterion: Any, scheduler: Any, accumulation_steps: Any
+) -> None:
+    """Refuse what `Trainer` cannot work with.
+
+    Raises:
+        TypeError, ValueError: names the argument, what came and what to do.
+    """
+    if not isinstance(model, torch.nn.Module) or next(model.parameters(), None) is None:
+        raise TypeError(f"model must be a module with parameters, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be one torch optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError("Trainer cannot step LBFGS, which calls a closure; write the loop by hand")
+    if not callable(criterion):
+        raise TypeError(
+            f"criterion must be callable, got {type(criterion).__name__}; the order is"
+            " Trainer(model, optimizer, criterion)"
+        )
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TypeError("step ReduceLROnPlateau by hand, on what train() or evaluate() returns")
+    known = (optimizer, getattr(optimizer, "inner", optimizer))
+    if scheduler is not None and all(scheduler.optimizer is not o for o in known):
+        raise ValueError("scheduler must be built over this optimizer")
+    ids = {id(param) for param in model.parameters()}
+    masters = isinstance(optimizer, MasterWeights)
+    if not masters and not any(id(p) in ids for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError("optimizer has no parameter of this model; build it over its parameters")
+    whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
+    if not whole or accumulation_steps < 1:
+        raise ValueError(
+            f"accumulation_steps must be a whole number of batches, got {accumulation_steps!r}"
+        )
 
 
 def _windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -198,16 +311,6 @@ def _windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
     iterator = iter(batches)
     while window := list(islice(iterator, size)):
         yield window
-
-
-def _to(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=True)
-    if isinstance(tree, dict):
-        return {key: _to(value, device) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_to(value, device) for value in tree]
-    return tree
 
 
 @contextlib.contextmanager

@@ -167,4 +167,4 @@ class TestTorchPolicy:
 
         rows = bench.call_rows(2)
         assert [row.unit for row in rows] == ["us"] * 3
-        assert all(0.0 < row.value and 0.0 < row.peer for row in rows)
+        assert min(min(row.value, row.peer) for row in rows) > 0.0

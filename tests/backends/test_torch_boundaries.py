@@ -175,3 +175,45 @@ class TestDescribe:
         model = amp.remove_policy(amp.apply_policy(nn.Linear(2, 2), "bf16"))
         assert amp.policy_tree(model) == "(model): Linear    6 float32  no policy"
         assert amp.idle_rules(model) == []
+
+
+class TestContainersOfTheCaller:
+    def test_a_cache_without_tensors_to_cast_is_the_callers_own(self):
+        class Caching(nn.Module):
+            def forward(self, x, cache, seen):
+                cache.append(x)
+                seen["x"] = x
+                return x
+
+        cache, seen = [], {}
+        amp.apply_policy(Caching(), "bf16")(torch.ones(1), cache, seen)
+        assert (len(cache), cache[0].dtype, seen["x"].dtype) == (1, BF16, BF16)
+
+    def test_lists_with_a_constructor_of_their_own(self):
+        class Named(list):
+            def __init__(self, name, values):
+                super().__init__(values)
+                self.name = name
+
+        module, out = echo("bf16", Named("a", [torch.ones(1)]))
+        (seen,) = module.args
+        assert (type(seen), seen.name, seen[0].dtype) == (Named, "a", BF16)
+        assert (type(out), out.name, out[0].dtype) == (Named, "a", F32)
+
+
+class TestDevices:
+    def test_the_first_floating_input_says_where(self):
+        from polyamp_torch._modules import _device_type
+
+        module, index = nn.Linear(1, 1), torch.zeros(1, dtype=torch.long, device="meta")
+        assert _device_type(module, (index, torch.ones(1)), {}) == "cpu"
+        assert _device_type(module, (index,), {}) == "cpu"
+        assert _device_type(nn.ReLU(), (torch.ones(1, device="meta"),), {}) == "meta"
+        assert _device_type(nn.ReLU(), ({"x": [index]},), {}) == "meta"
+
+    def test_shapes_are_worked_out_on_meta_and_nothing_stays_on(self):
+        model = amp.apply_policy(nn.Linear(4, 2), "bf16").to("meta")
+        out = model(torch.ones(3, 4, device="meta"))
+        assert (out.shape, out.dtype) == ((3, 2), F32)
+        with torch.autocast("cpu", BF16):
+            assert torch.ones(1, dtype=BF16).exp().dtype == BF16
