@@ -28,8 +28,9 @@ def policy_tree(model: Any) -> str:
         PolicyError: neither a function under a policy nor a model.
     """
     rows = _rows(model)
-    ran = any(row.applied is not None and row.applied.ran for row in rows)
-    lines = [_line(row, ran) for row in rows]
+    known = [row.applied for row in rows if row.applied is not None]
+    ran = any(applied.ran for applied in known)
+    lines = [_line(row, "" if known else "no policy", ran) for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     return "\n".join(
         "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[3]]).rstrip()
@@ -60,14 +61,14 @@ def _rows(model: Any) -> list[Row]:
     return rows
 
 
-def _line(row: Row, ran: bool) -> tuple[str, str, str, str]:
+def _line(row: Row, none: str, ran: bool) -> tuple[str, str, str, str]:
     indent = "  " * (row.path.count(".") + 1 if row.path else 0)
     name = indent + (row.path.rpartition(".")[2] or "(model)") + ": " + row.kind
     dtypes = "/".join(sorted({dtype for _, dtype in row.held}))
     count = f"{sum(size for size, _ in row.held):,} {dtypes}" if row.held else ""
     applied = row.applied
     if applied is None:
-        return name, "", count, "no policy"
+        return name, "", count, none
     if not applied.boundary:
         return name, "", count, "kept in float32" if applied.norm else ""
     policy = applied.policy

@@ -20,7 +20,7 @@ import jax
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast, is_floating
 from polyamp_jax._families import norm_types
-from polyamp_jax._plan import Applied, Row, in_float32, plan, subclass
+from polyamp_jax._plan import Applied, Row, in_float32, items, plan, subclass, walk
 
 Module = eqx.Module
 
@@ -33,13 +33,15 @@ def apply(model: Module, rules: PolicyMap) -> Module:
     """`model` under `rules`: see `polyamp_jax.apply_policy`."""
     wide_norms = in_float32(rules, "norm")
 
-    def look(module: Module) -> dict[str, Any]:
+    def look(module: Any) -> dict[str, Any] | None:
+        if not _called(module):
+            return None
         return {
             "norm": wide_norms and isinstance(module, _NORMS),
             "holds": any(True for _ in _own_arrays(module)),
         }
 
-    decided = plan(rules, dict(walk(model)), look)
+    decided = plan(rules, dict(_walk(model)), look)
 
     def adopt(module: Module, path: str) -> Module:
         applied = decided.get(path)
@@ -64,7 +66,7 @@ def remove(model: Module) -> Module:
         plain = _own_cast(module, lambda _: next(dtypes))
         return _as(plain, getattr(type(module), _BASE), {})
 
-    if not any(hasattr(m, APPLIED) for _, m in walk(model)):
+    if not any(hasattr(m, APPLIED) for _, m in _walk(model)):
         return model
     made: Module = _rebuilt(model, "", restore)
     return made
@@ -76,37 +78,22 @@ def rows(model: Module) -> list[Row]:
         Row(
             path,
             type(module).__name__,
-            [(a.size, a.dtype.name) for a in _own_arrays(module)],
+            [(a.size, a.dtype.name) for a in _own_arrays(module)] if _called(module) else [],
             getattr(module, APPLIED, None),
         )
-        for path, module in walk(model)
-        if module is not None
+        for path, module in _walk(model)
     ]
 
 
-def walk(model: Module) -> Iterator[tuple[str, Module | None]]:
-    """(path, module) of every module that can be called; (path, None) of containers."""
-    yield from _walk(model, "")
+def _walk(model: Module) -> Iterator[tuple[str, Any]]:
+    return walk(model, _parts, _called)
 
 
-def _walk(value: Any, path: str) -> Iterator[tuple[str, Module | None]]:
-    if _called(value):
-        yield path, value
-    elif isinstance(value, (Module, list, tuple, Mapping)):
-        yield path, None
-    for name, child in _children(value):
-        yield from _walk(child, f"{path}.{name}" if path else name)
-
-
-def _children(value: Any) -> list[tuple[str, Any]]:
+def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Module):
         dynamic = [f.name for f in dataclasses.fields(value) if not f.metadata.get("static")]
         return [(name, getattr(value, name)) for name in dynamic if hasattr(value, name)]
-    if isinstance(value, Mapping):
-        return [(str(name), v) for name, v in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(str(i), v) for i, v in enumerate(value)]
-    return []
+    return items(value)
 
 
 def _called(value: Any) -> bool:
@@ -115,7 +102,7 @@ def _called(value: Any) -> bool:
 
 def _rebuilt(value: Any, path: str, change: Callable[[Module, str], Module]) -> Any:
     """`value` with `change` applied to every module that can be called, the inner ones first."""
-    inner = {n: _rebuilt(v, f"{path}.{n}" if path else n, change) for n, v in _children(value)}
+    inner = {n: _rebuilt(v, f"{path}.{n}" if path else n, change) for n, v in _parts(value)}
     if isinstance(value, Module):
         new = _as(value, type(value), inner)
         return change(new, path) if _called(value) else new

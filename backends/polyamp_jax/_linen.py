@@ -157,7 +157,8 @@ class _Param:
 
 def apply(module: Module, rules: PolicyMap) -> Module:
     """`module` under `rules`: see `polyamp_jax.apply_policy`."""
-    return _as(module, _subclass(type(module), rules))
+    kind: Any = type(module)
+    return _as(module, _subclass(kind, rules))
 
 
 def remove(module: Module) -> Module:

@@ -25,7 +25,17 @@ from polyamp._errors import PolicyError
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast, is_floating
 from polyamp_jax._families import WideSoftmax, norm_types
-from polyamp_jax._plan import LOW, Applied, Row, in_float32, plan, subclass, warn_of_own
+from polyamp_jax._plan import (
+    LOW,
+    Applied,
+    Row,
+    in_float32,
+    items,
+    plan,
+    subclass,
+    walk,
+    warn_of_own,
+)
 
 Module = nnx.Module
 
@@ -39,14 +49,16 @@ def apply(model: Module, rules: PolicyMap) -> Module:
     """`model` under `rules`: see `polyamp_jax.apply_policy`."""
     wide_norms = in_float32(rules, "norm")
 
-    def look(module: Module) -> dict[str, Any]:
+    def look(module: Any) -> dict[str, Any] | None:
+        if not _called(module):
+            return None
         return {
             "norm": wide_norms and isinstance(module, _NORMS),
             "own": _own_dtype(module),
             "holds": not _is_layer(module) and any(True for _ in _own_params(module)),
         }
 
-    paths = dict(walk(model))
+    paths = dict(_walk(model))
     chosen = _unshared(paths, plan(rules, paths, look))
     _check_variables(paths, chosen)
     warn_of_own({path: (_own_dtype(paths[path]), applied) for path, applied in chosen.items()})
@@ -80,55 +92,38 @@ def rows(model: Module) -> list[Row]:
     return [
         Row(
             path,
-            type(module).__name__,
-            [(p.size, p.dtype.name) for p in _own_params(module)],
-            vars(module).get(APPLIED),
+            type(value).__name__,
+            [(p.size, p.dtype.name) for p in _own_params(value)] if _called(value) else [],
+            getattr(value, APPLIED, None),
         )
-        for path, module in _modules(model)
+        for path, value in _walk(model)
     ]
 
 
-def walk(model: Module) -> Iterator[tuple[str, Module | None]]:
-    """(path, module) of every module under every name it has; (path, None) of containers."""
-    yield from _walk(model, "", frozenset())
+def _walk(model: Module) -> Iterator[tuple[str, Any]]:
+    return walk(model, _parts, _called)
 
 
-def _walk(value: Any, path: str, above: frozenset[int]) -> Iterator[tuple[str, Module | None]]:
-    if id(value) in above:
-        return
-    called = isinstance(value, Module) and callable(value)
-    if called or isinstance(value, _CONTAINERS) or not path:
-        yield path, value if called else None
-    elif isinstance(value, (list, tuple, Mapping, Module)):
-        yield path, None
-    else:
-        return
-    for name, child in _children(value):
-        yield from _walk(child, f"{path}.{name}" if path else name, above | {id(value)})
+def _called(value: Any) -> bool:
+    return isinstance(value, Module) and callable(value)
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Module):
-        named = vars(value)
-        yield from ((n, v) for n, v in named.items() if not n.startswith("_pytree__"))
-    elif isinstance(value, Mapping):
-        yield from ((str(n), v) for n, v in value.items())
-    else:
-        yield from ((str(n), v) for n, v in enumerate(value))
+        return [(n, v) for n, v in vars(value).items() if not n.startswith("_pytree__")]
+    return items(value)
 
 
 def _modules(model: Module) -> Iterator[tuple[str, Module]]:
     """Every module that can be called, once, under its first path."""
     seen = set()
-    for path, module in walk(model):
-        if module is not None and id(module) not in seen:
+    for path, module in _walk(model):
+        if _called(module) and id(module) not in seen:
             seen.add(id(module))
             yield path, module
 
 
-def _unshared(
-    paths: Mapping[str, Module | None], decided: Mapping[str, Applied]
-) -> dict[str, Applied]:
+def _unshared(paths: Mapping[str, Any], decided: Mapping[str, Applied]) -> dict[str, Applied]:
     """The decision for each module by its first path.
 
     Raises:
@@ -149,7 +144,7 @@ def _unshared(
     return chosen
 
 
-def _check_variables(paths: Mapping[str, Module | None], chosen: Mapping[str, Applied]) -> None:
+def _check_variables(paths: Mapping[str, Any], chosen: Mapping[str, Applied]) -> None:
     """Refuse a parameter that two modules want in different dtypes."""
     wanted: dict[int, tuple[str, str]] = {}
     for path, applied in chosen.items():
@@ -165,7 +160,7 @@ def _check_variables(paths: Mapping[str, Module | None], chosen: Mapping[str, Ap
 
 def _own_params(module: Any) -> Iterator[Any]:
     """The floating parameters a module holds itself, in containers too."""
-    for name, value in _children(module):
+    for name, value in _parts(module):
         if name != APPLIED:
             yield from (v for v in _leaves(value) if _is_param(v))
 
@@ -222,7 +217,8 @@ def _adopt(module: Any, applied: Applied, wide_softmax: bool) -> None:
         _retype(param, applied.params)
     setattr(module, APPLIED, applied)
     if applied.inputs or applied.outputs:
-        object.__setattr__(module, "__class__", _subclass(type(module)))
+        kind: Any = type(module)
+        object.__setattr__(module, "__class__", _subclass(kind))
 
 
 @functools.cache
@@ -249,9 +245,10 @@ def _subclass(kind: Any) -> Any:
     return subclass(kind, namespace)
 
 
-def _blank(kind: type[Module]) -> Module:
+def _blank(kind: Any) -> Module:
     """An empty instance for unpickling."""
-    return object.__new__(_subclass(kind))
+    blank: Module = object.__new__(_subclass(kind))
+    return blank
 
 
 @contextmanager

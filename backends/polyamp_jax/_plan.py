@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -139,23 +139,61 @@ def warn_of_own(given: Mapping[str, tuple[str | None, Applied]], *, stacklevel: 
 
 
 def plan(
-    rules: PolicyMap, paths: Mapping[str, Any], look: Callable[[Any], Mapping[str, Any]]
+    rules: PolicyMap, paths: Mapping[str, Any], look: Callable[[Any], Mapping[str, Any] | None]
 ) -> dict[str, Applied]:
     """The decision for every module of a model whose modules are known beforehand.
 
     Args:
-        paths: module by path, the enclosing ones first; None for containers that are no module.
-        look: the keywords of `decide` for one module.
+        paths: modules and containers by path, the enclosing ones first.
+        look: the keywords of `decide` for a module, None for a container.
 
     Raises:
         PolicyError: a pattern matches no path.
     """
     rules.check(paths)
     found: dict[str, Applied] = {}
-    for path, module in paths.items():
-        if module is not None:
-            found[path] = decide(rules, path, _enclosing(found, path), **look(module))
+    for path, value in paths.items():
+        seen = look(value)
+        if seen is not None:
+            found[path] = decide(rules, path, _enclosing(found, path), **seen)
     return found
+
+
+def walk(
+    value: Any,
+    parts: Callable[[Any], list[tuple[str, Any]]],
+    called: Callable[[Any], bool],
+    path: str = "",
+    above: frozenset[int] = frozenset(),
+) -> Iterator[tuple[str, Any]]:
+    """(path, value) of a model, its modules, and the containers that hold any.
+
+    Shared modules come under every path they have; cycles are cut.
+
+    Args:
+        parts: name and value of what a module or container holds; nothing for a leaf.
+        called: whether a value is a module that can be called.
+    """
+    if id(value) in above:
+        return
+    above |= {id(value)}
+    inner = [
+        found
+        for name, part in parts(value)
+        for found in walk(part, parts, called, f"{path}.{name}" if path else name, above)
+    ]
+    if not path or called(value) or inner:
+        yield path, value
+    yield from inner
+
+
+def items(container: Any) -> list[tuple[str, Any]]:
+    """Key, as a segment of a path, and value of what a dict, list or tuple holds."""
+    if isinstance(container, Mapping):
+        return [(str(key), value) for key, value in container.items()]
+    if isinstance(container, (list, tuple)):
+        return [(str(i), value) for i, value in enumerate(container)]
+    return []
 
 
 def _enclosing(found: Mapping[str, Applied], path: str) -> Policy | None:

@@ -4,10 +4,11 @@
     Policy         jmp's three dtypes and casts
     *LossScale     jmp's immutable scales; `DynamicLossScale.adjust` is polyamp's state machine
 
-Differences from jmp 0.0.4, each on purpose: `min_loss_scale` is kept under jit, where jmp falls back
-to 1; a float16 or bfloat16 loss scale becomes float32; the scale is never below 2**-126; a counter
-already past `period` still grows the scale; the scale is cut by a multiplication with 1 / factor,
-which is jmp's division bit for bit where the factor is a power of two.
+Differences from jmp 0.0.4, each on purpose: `min_loss_scale` is kept under jit, where jmp falls
+back to 1; a float16 or bfloat16 loss scale becomes float32; the scale is never below 2**-126; a
+counter already past `period` still grows the scale; the scale is cut by a multiplication with
+1 / factor, which is jmp's division bit for bit where the factor is a power of two; texts that jmp
+refuses may be read, in any spelling `polyamp.Policy.parse` knows.
 Source of the behaviour: google-deepmind/jmp, jmp/_src/policy.py and loss_scale.py, version 0.0.4.
 """
 
