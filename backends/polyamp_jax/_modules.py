@@ -112,6 +112,6 @@ def remove_policy(model: Model) -> Model:
     """
     if isinstance(model, PolicyFunction):
         fn: Any = model.fn
-        return fn  # type: ignore[no-any-return]
+        return fn
     system = system_of(model)
     return model if system is None else system.remove(model)  # type: ignore[no-any-return]
