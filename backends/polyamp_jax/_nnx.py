@@ -186,9 +186,13 @@ def _is_layer(module: Module) -> bool:
 
 
 def _own_dtype(module: Any) -> str | None:
-    """Name of the `dtype` a user gave to a layer of flax; None where it is left open."""
+    """Name of the `dtype` a user gave to a layer of flax; None where it is left open.
+
+    Embed makes an open one its table's.
+    """
     dtype = module.dtype if _is_layer(module) else None
-    return None if dtype is None else jnp.dtype(dtype).name
+    default = module.embedding.dtype if isinstance(module, nnx.Embed) else None
+    return None if dtype is None or dtype == default else jnp.dtype(dtype).name
 
 
 def _retype(param: Any, dtype: str) -> None:
@@ -200,7 +204,7 @@ def _retype(param: Any, dtype: str) -> None:
 def _adopt(module: Any, applied: Applied, wide_softmax: bool) -> None:
     """Make one module of the clone follow its decision."""
     new: dict[str, Any] = {}
-    if _is_layer(module) and module.dtype is None:
+    if _is_layer(module) and _own_dtype(module) is None:
         new["dtype"] = jnp.dtype(applied.compute)
     if (
         wide_softmax
