@@ -116,9 +116,8 @@ def _rebuilt(value: Any, path: str, change: Callable[[Module, str], Module]) -> 
 def _as(module: Module, kind: type, changes: Mapping[str, Any]) -> Module:
     """A copy of `module` of class `kind`, some of its fields changed."""
     made: Module = object.__new__(kind)
-    names = {f.name for f in dataclasses.fields(kind)}
     for name, value in {**vars(module), **changes}.items():
-        if name in names:
+        if name != APPLIED or hasattr(kind, _BASE):
             object.__setattr__(made, name, value)
     return made
 

@@ -26,14 +26,15 @@ class WideSoftmax:
 
     Without dropout and without sown weights it is `jax.nn.dot_product_attention`, whose softmax
     is in float32 already. Otherwise flax offers no such choice, and all of it is computed in
-    float32.
+    float32; so it is in float16 on a CPU, where JAX 0.10 cannot compile that function.
     """
 
     attention: Callable[..., Any]
 
     def __call__(self, query: Any, key: Any, value: Any, **kwargs: Any) -> jax.Array:
         """The attended values."""
-        if not kwargs.get("dropout_rate") and kwargs.get("module") is None:
+        fused = not kwargs.get("dropout_rate") and kwargs.get("module") is None
+        if fused and not (query.dtype == jnp.float16 and jax.default_backend() == "cpu"):
             narrow: jax.Array = self.attention(query, key, value, **kwargs)
             return narrow
         wide = cast((query, key, value), "float32")

@@ -111,7 +111,6 @@ def remove_policy(model: Model) -> Model:
         The function itself, or a new module with the weights of `model`. `model` if it has none.
     """
     if isinstance(model, PolicyFunction):
-        fn: Any = model.fn
-        return fn
+        return model.fn  # type: ignore[return-value]
     system = system_of(model)
     return model if system is None else system.remove(model)  # type: ignore[no-any-return]

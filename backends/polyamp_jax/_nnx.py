@@ -246,7 +246,8 @@ def _subclass(kind: Any) -> Any:
         "__reduce__": __reduce__,
         _BASE: kind,
     }
-    return subclass(kind, namespace)
+    known = hasattr(kind, "_pytree__is_pytree")
+    return subclass(kind, namespace, **({"pytree": kind._pytree__is_pytree} if known else {}))
 
 
 def _blank(kind: Any) -> Module:

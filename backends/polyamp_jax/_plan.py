@@ -272,8 +272,8 @@ def is_a(value: Any, module: str, *names: str) -> bool:
     return isinstance(value, kinds)
 
 
-def subclass(kind: Any, namespace: dict[str, Any]) -> Any:
-    """A subclass of `kind` under the same name, with `namespace`."""
+def subclass(kind: Any, namespace: dict[str, Any], **options: Any) -> Any:
+    """A subclass of `kind` under the same name, with `namespace`; `options` as its class takes."""
     names = ("__module__", "__qualname__", "__doc__")
     same = {name: getattr(kind, name) for name in names}
-    return type(kind)(kind.__name__, (kind,), {**same, **namespace})
+    return type(kind)(kind.__name__, (kind,), {**same, **namespace}, **options)

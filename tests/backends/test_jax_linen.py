@@ -77,7 +77,14 @@ def batch():
 
 
 def variables(model):
-    return model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch())
+    return jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch())
+
+
+def shapes(model, *args):
+    """Variables and output of a model, their values left out."""
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    state = jax.eval_shape(model.init, rngs, *args)
+    return state, jax.eval_shape(lambda v: model.apply(v, *args, rngs=rngs, mutable=True)[0], state)
 
 
 def gradients(model, state, **how):
@@ -109,10 +116,8 @@ def dtypes(tree):
 
 class TestDtypes:
     def test_inside(self):
-        model = apply_policy(Model(), HEAD32)
-        state = variables(model)
         SEEN.clear()
-        out = model.apply(state, batch(), train=False)
+        _, out = shapes(apply_policy(Model(), HEAD32), batch())
         assert SEEN == {
             "norm": ("float16",),
             "gate": ("float16", "float16"),
@@ -132,14 +137,14 @@ class TestDtypes:
         assert same(variables(apply_policy(Model(), HEAD32)), variables(Model()))
 
     def test_low_parameters(self):
-        params = variables(apply_policy(Model(), "bf16-true"))["params"]
+        params = shapes(apply_policy(Model(), "bf16-true"), batch())[0]["params"]
         norms = [params["BatchNorm_0"], params["blocks"]["LayerNorm_0"]]
         assert dtypes(norms) == {"float32"}
         assert dtypes([params["Dense_0"], params["blocks"]["gate"], params["head"]]) == {"bfloat16"}
 
     def test_low_norms_if_asked(self):
         rules = polyamp.PolicyMap({"op:norm": "bfloat16"}, default="bf16-true")
-        assert dtypes(variables(apply_policy(Model(), rules))["params"]) == {"bfloat16"}
+        assert dtypes(shapes(apply_policy(Model(), rules), batch())[0]["params"]) == {"bfloat16"}
 
 
 class TestByHand:
@@ -168,8 +173,7 @@ class TestByHand:
     def test_strict_promotion(self):
         with jax.numpy_dtype_promotion("strict"):
             model = apply_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(2)]), "fp16")
-            state = model.init(jax.random.key(0), batch())
-            assert model.apply(state, batch()).dtype == F32
+            assert shapes(model, batch())[1].dtype == F32
 
 
 class Tied(nn.Module):
@@ -206,8 +210,7 @@ class TestModels:
     def test_a_rule_in_a_list(self):
         rules = polyamp.PolicyMap({"layers_1": "float32"}, default="mixed_float16")
         model = apply_policy(Tied(), rules)
-        ids = jnp.arange(3)
-        model.apply(model.init(jax.random.key(0), ids), ids)
+        shapes(model, jnp.arange(3))
         assert SEEN["tied"] == ("float32",)
 
     def test_two_towers(self):
@@ -231,8 +234,7 @@ class TestModels:
                 return text @ image.T
 
         model = apply_policy(Two(), polyamp.PolicyMap({"text": "float32", "image": "fp16"}))
-        state = model.init(jax.random.key(0), batch()[0], batch()[1])
-        model.apply(state, batch()[0], batch()[1])
+        shapes(model, batch()[0], batch()[1])
         assert SEEN["text"] == ("float32",)
         assert SEEN["image"] == ("float16",)
         assert SEEN["both"] == ("float32", "float32")
@@ -248,7 +250,7 @@ class TestModels:
     def test_recurrent(self):
         model = apply_policy(nn.RNN(nn.OptimizedLSTMCell(8)), "fp16")
         state = model.init(jax.random.key(0), batch())
-        grads = jax.grad(lambda p: model.apply(p, batch()).sum())(state)
+        grads = jax.jit(jax.grad(lambda p: model.apply(p, batch()).sum()))(state)
         assert dtypes(grads) == {"float32"}
         assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
 
@@ -264,14 +266,13 @@ class TestModels:
                 return jax.nn.softmax(logits)
 
         model = apply_policy(Careful(), "fp16")
-        model.apply(model.init(jax.random.key(0), batch()), batch())
+        shapes(model, batch())
         assert SEEN["stable"] == ("float32",)
 
     def test_softmax_of_attention_in_float32(self):
-        # The inner product of two one-hot rows is 30; a float16 softmax rounds exp(-30) away.
-        x = jnp.eye(8)[None] * 30
-        attend = nn.MultiHeadDotProductAttention(1, kernel_init=nn.initializers.ones)
-        state = attend.init(jax.random.key(0), x)
+        x = jnp.ones((1, 8, 8))
+        attend = nn.MultiHeadDotProductAttention(1)
+        state = jax.jit(attend.init)(jax.random.key(0), x)
         text = str(jax.make_jaxpr(lambda: apply_policy(attend, "fp16").apply(state, x))())
         low = polyamp.PolicyMap({"op:softmax": "fp16"}, default="fp16")
         narrow = str(jax.make_jaxpr(lambda: apply_policy(attend, low).apply(state, x))())
@@ -311,8 +312,7 @@ class TestTheModuleItself:
 
     def test_replaced(self):
         model = apply_policy(apply_policy(Tied(), "bf16"), "mixed_float16")
-        ids = jnp.arange(3)
-        assert model.apply(model.init(jax.random.key(0), ids), ids).dtype == F16
+        assert shapes(model, jnp.arange(3))[1].dtype == F16
         assert type(remove_policy(model)) is Tied
 
     def test_train_state(self):
@@ -328,9 +328,9 @@ class TestTheModuleItself:
     def test_method_by_name_and_shapes_alone(self):
         model = apply_policy(Tied(), "mixed_float16")
         ids = jnp.arange(3)
-        shapes = jax.eval_shape(model.init, jax.random.key(0), ids)
-        assert dtypes(shapes) == {"float32"}
-        out = jax.eval_shape(lambda v: model.apply(v, ids, method="__call__"), shapes)
+        state, _ = shapes(model, ids)
+        assert dtypes(state) == {"float32"}
+        out = jax.eval_shape(lambda v: model.apply(v, ids, method="__call__"), state)
         assert out.dtype == F16
         assert "mixed" not in model.tabulate(jax.random.key(0), ids)
 
@@ -343,13 +343,15 @@ class TestRefused:
         model = apply_policy(Model(), polyamp.PolicyMap({"heat": "float32"}, default="fp16"))
         with pytest.raises(polyamp.PolicyError, match=r"no module matches 'heat' .*'head'"):
             variables(model)
+        state = variables(Model())
         with pytest.raises(polyamp.PolicyError, match="no module matches 'heat'"):
-            model.apply(variables(Model()), batch(), train=False)
+            jax.eval_shape(lambda: model.apply(state, batch(), train=False))
 
     def test_a_module_met_only_in_training(self):
         rules = polyamp.PolicyMap({"Dropout_0": "float32"}, default="fp16")
         model = apply_policy(Model(), rules)
-        assert model.apply(variables(model), batch(), train=False).dtype == F32
+        state = variables(model)
+        assert jax.eval_shape(lambda: model.apply(state, batch(), train=False)).dtype == F32
 
     def test_bound_or_part_of_another(self):
         model = apply_policy(Tied(), "fp16")

@@ -92,6 +92,11 @@ def gradients(model, x):
     return nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(model, x)
 
 
+@nnx.jit
+def call(model, x):
+    return model(x)
+
+
 def arrays(*trees):
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(trees)]
 
@@ -114,7 +119,7 @@ class TestDtypes:
     def test_inside(self):
         model = make(HEAD32)
         SEEN.clear()
-        assert model(batch()).dtype == F32
+        assert call(model, batch()).dtype == F32
         assert SEEN == {
             "norm": ("float16",),
             "gate": ("float16",) * 3,
@@ -169,7 +174,7 @@ class TestByHand:
         gates = create(jax.random.split(jax.random.key(0), 3))
         low = apply_policy(gates, "mixed_float16")
         x = batch().astype(F16) * 0.1
-        grads = nnx.grad(run)(low, x)
+        grads = nnx.jit(nnx.grad(run))(low, x)
         assert dtypes(grads) == {"float32"}
 
         def by_hand(w, more, x):
@@ -177,7 +182,7 @@ class TestByHand:
                 x = x @ w[i].astype(F16) * more[i].astype(F16)
             return (x**2).sum()
 
-        expected = jax.grad(by_hand)(gates.w[...], gates.more[0][...], x)
+        expected = jax.jit(jax.grad(by_hand))(gates.w[...], gates.more[0][...], x)
         assert same(arrays(grads["w"]), [expected])
 
     def test_strict_promotion(self):
@@ -187,7 +192,7 @@ class TestByHand:
                 nnx.LayerNorm(8, rngs=nnx.Rngs(0)),
                 Gate(rngs=nnx.Rngs(0)),
             )
-            assert apply_policy(model, "fp16")(batch()).dtype == F32
+            assert call(apply_policy(model, "fp16"), batch()).dtype == F32
 
 
 class Tied(nnx.Module):
@@ -204,8 +209,8 @@ class TestModels:
         ids = jnp.arange(6)
         left = apply_policy(Tied(rngs=nnx.Rngs(0)), "mixed_float16")
         right = Tied(F16, rngs=nnx.Rngs(0))
-        assert left(ids).dtype == F16
-        grad = nnx.grad(lambda m: (m(ids).astype(F32) ** 2).sum())
+        assert call(left, ids).dtype == F16
+        grad = nnx.jit(nnx.grad(lambda m: (m(ids).astype(F32) ** 2).sum()))
         assert same(arrays(grad(left)), arrays(grad(right)))
 
     @pytest.mark.parametrize("rate", [0.0, 0.1])
@@ -226,16 +231,23 @@ class TestModels:
         low = polyamp.PolicyMap({"op:softmax": "fp16"}, default="fp16")
         assert exponentials(low) == (["f16"] if rate else ["f32"])
 
+    def test_attention_compiled_on_a_cpu(self):
+        attend = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+        x = batch()[None]
+        for policy in ("fp16", "bf16"):
+            out = call(apply_policy(attend, policy), x)
+            assert np.allclose(out, call(attend, x), atol=2e-2)
+
     def test_decoding_cache(self):
         attend = apply_policy(
             nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0)), "mixed_float16"
         )
         attend.init_cache((1, 5, 8), dtype=F16)
-        assert attend(jnp.ones((1, 1, 8))).dtype == F16
+        assert call(attend, jnp.ones((1, 1, 8))).dtype == F16
 
     def test_recurrent(self):
         model = apply_policy(nnx.RNN(nnx.LSTMCell(8, 8, rngs=nnx.Rngs(0))), "fp16")
-        grads = nnx.grad(lambda m: m(batch()[None]).sum())(model)
+        grads = nnx.jit(nnx.grad(lambda m: m(batch()[None]).sum()))(model)
         assert dtypes(grads) == {"float32"}
         assert all(bool(jnp.isfinite(g).all()) for g in arrays(grads))
 
@@ -250,7 +262,7 @@ class TestModels:
                 return text.sum() + image.sum()
 
         rules = polyamp.PolicyMap({"text": "float32", "image": "fp16"})
-        apply_policy(Two(nnx.Rngs(0)), rules)(batch())
+        call(apply_policy(Two(nnx.Rngs(0)), rules), batch())
         assert SEEN["norm"] == SEEN["body"] == ("float16",)
         assert SEEN["both"] == ("float32", "float32")
 
@@ -267,6 +279,20 @@ class TestModels:
             losses.append(float(loss))
         assert losses[-1] < losses[0]
         assert dtypes(state(model)) == {"float32"}
+
+    def test_classes_that_are_no_pytrees_and_compiled_calls(self):
+        class Old(nnx.Module, pytree=False):
+            def __init__(self, rngs):
+                self.layers = [nnx.Linear(8, 8, rngs=rngs)]
+                self.w = nnx.Param(jnp.ones(8))
+
+            @nnx.jit
+            def __call__(self, x):
+                return self.layers[0](x) * self.w
+
+        model = apply_policy(Old(nnx.Rngs(0)), "mixed_float16")
+        assert call(model, batch()).dtype == model(batch()).dtype == F16
+        assert model.w.dtype == F32
 
 
 class TestTheModelItself:
@@ -306,10 +332,10 @@ class TestTheModelItself:
 
     def test_copies(self):
         model = make(HEAD32)
-        expected = make(HEAD32)(batch())
+        expected = call(make(HEAD32), batch())
         for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), nnx.clone(model)):
             assert type(twin) is type(model)
-            assert bool((twin(batch()) == expected).all())
+            assert bool((call(twin, batch()) == expected).all())
 
     def test_state_keys_stay(self):
         plain, mixed = nnx.state(make()), nnx.state(make(HEAD32))
@@ -339,7 +365,7 @@ class TestRefused:
         model.head.kernel = model.stem.kernel
         with pytest.raises(polyamp.PolicyError, match="stem and head share one tied parameter"):
             apply_policy(model, polyamp.PolicyMap({"head": "bf16-true"}))
-        assert apply_policy(model, HEAD32)(batch()).dtype == F32
+        assert call(apply_policy(model, HEAD32), batch()).dtype == F32
 
     def test_a_given_dtype_wins_with_a_warning(self):
         model = make()
