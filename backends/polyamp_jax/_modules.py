@@ -113,4 +113,4 @@ def remove_policy(model: Model) -> Model:
     if isinstance(model, PolicyFunction):
         return model.fn  # type: ignore[return-value]
     system = system_of(model)
-    return model if system is None else system.remove(model)  # type: ignore[no-any-return]
+    return model if system is None else system.remove(model)

@@ -261,7 +261,7 @@ class TestModels:
                 note("both", text, image)
                 return text.sum() + image.sum()
 
-        rules = polyamp.PolicyMap({"text": "float32", "image": "fp16"})
+        rules = polyamp.PolicyMap({"text": "float32", "image": "mixed_float16"})
         call(apply_policy(Two(nnx.Rngs(0)), rules), batch())
         assert SEEN["norm"] == SEEN["body"] == ("float16",)
         assert SEEN["both"] == ("float32", "float32")
