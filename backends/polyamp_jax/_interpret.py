@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import reduce
 from typing import Any
 
 import jax
@@ -13,8 +12,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from polyamp._formats import FORMATS
+from polyamp_jax._analysis import WIDE, castable
 from polyamp_jax._cast import dtype_of
-from polyamp_jax._frame import FLOAT32, Frame, as_traced, bind, castable
+from polyamp_jax._frame import Frame, as_traced, bind, widest
 from polyamp_jax._primitives import ARITHMETIC, CONSTANT, EXACT, INDEPENDENT, MATMUL, WIDENED
 from polyamp_jax._regions import REGIONS
 
@@ -71,7 +71,7 @@ class Interpreter:
         if _names_a_dtype(eqn):
             return as_traced(eqn, frame)
         if name in WIDENED:
-            return bind(eqn, [frame.cast(atom, FLOAT32) for atom in eqn.invars])
+            return bind(eqn, [frame.cast(atom, WIDE) for atom in eqn.invars])
         if name in INDEPENDENT:
             return bind(eqn, [frame.read(atom) for atom in eqn.invars])
         dtype = _common(eqn, frame) if name in ARITHMETIC or name in EXACT else None
@@ -81,9 +81,10 @@ class Interpreter:
 
     def _matmul(self, eqn: JaxprEqn, frame: Frame) -> list[Any]:
         preferred = eqn.params["preferred_element_type"]
+        avals: list[Any] = [atom.aval for atom in eqn.invars]
         if (
-            any(atom.aval.dtype != FLOAT32 for atom in eqn.invars)
-            or preferred not in (None, FLOAT32, self.dtype)
+            any(aval.dtype != WIDE for aval in avals)
+            or preferred not in (None, WIDE, self.dtype)
             or _is_algorithm(eqn.params["precision"])
         ):
             return as_traced(eqn, frame)
@@ -95,22 +96,22 @@ class Interpreter:
 
 def _common(eqn: JaxprEqn, frame: Frame) -> Any:
     """The dtype the operands meet in; None if they were traced in several."""
-    atoms = [atom for atom in eqn.invars if castable(atom.aval)]
+    atoms: list[Any] = [atom for atom in eqn.invars if castable(atom.aval)]
     if len({atom.aval.dtype for atom in atoms}) != 1:
         return None
     scalars = [frame.scalar(atom) for atom in atoms]
     dtypes = [frame.dtype(atom) for atom, s in zip(atoms, scalars, strict=True) if s is None]
-    dtype = reduce(jnp.promote_types, dtypes) if dtypes else atoms[0].aval.dtype
+    dtype = widest(dtypes) if dtypes else atoms[0].aval.dtype
     wide = eqn.primitive.name in ARITHMETIC and frame.wide.issuperset(eqn.outvars)
     if wide or not all(_holds(dtype, s) for s in scalars if s is not None):
-        return FLOAT32
+        return WIDE
     return dtype
 
 
 def _convert(eqn: JaxprEqn, frame: Frame) -> list[Any]:
-    (atom,) = eqn.invars
+    atom: Any = eqn.invars[0]
     same = castable(atom.aval) and atom.aval.dtype == eqn.params["new_dtype"]
-    if same and frame.dtype(atom) != atom.aval.dtype:
+    if (same and frame.dtype(atom) != atom.aval.dtype) or eqn.outvars[0] in frame.uncast:
         return [frame.read(atom)]
     return bind(eqn, [frame.read(atom)])
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from polyamp_jax._frame import FLOAT32, Frame, as_traced, bind, castable
+from polyamp_jax._analysis import WIDE, castable
+from polyamp_jax._frame import Frame, as_traced, bind, widest
 from polyamp_jax._primitives import NARROW, WIDENED_FUNCTIONS
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _as_declared(value: Any, aval: Any) -> Any:
 
 def _jit(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[Any]:
     wide = eqn.params["name"] in WIDENED_FUNCTIONS
-    args = [frame.cast(a, FLOAT32) if wide else frame.read(a) for a in eqn.invars]
+    args = [frame.cast(a, WIDE) if wide else frame.read(a) for a in eqn.invars]
     scalars = [frame.scalar(atom) for atom in eqn.invars]
     inside = rewrite(interpreter, eqn.params["jaxpr"], _avals(args), scalars=scalars)
     return bind(eqn, args, jaxpr=inside)
@@ -135,7 +134,7 @@ def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[A
     if eqn.params.get("name") not in NARROW:
         return out
     dtypes = [frame.dtype(atom) for atom in eqn.invars if castable(atom.aval)]
-    dtype = reduce(jnp.promote_types, dtypes)
+    dtype = widest(dtypes)
     return [jax.lax.convert_element_type(value, dtype) for value in out]
 
 
