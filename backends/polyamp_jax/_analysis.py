@@ -44,7 +44,7 @@ def casts_after_sums(jaxpr: Jaxpr) -> set[Var]:
     back: set[Any] = set()
     for eqn in jaxpr.eqns:
         name, source = eqn.primitive.name, next(iter(eqn.invars), None)
-        if not isinstance(source, Var) or not castable(source.aval):
+        if len(eqn.outvars) != 1 or not isinstance(source, Var) or not castable(source.aval):
             continue
         out: Any = eqn.outvars[0]
         aval: Any = source.aval
