@@ -16,6 +16,7 @@ Values are traced in the dtypes the user gave and may be narrower or wider while
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,10 +99,16 @@ def _is_array(leaf: Any) -> bool:
 
 def _check_unchanged(inside: Any, filled: list[Any]) -> None:
     known = {id(leaf) for leaf in filled}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(inside)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(inside, is_leaf=_is_state)[0]:
         if isinstance(leaf, jax.core.Tracer) and id(leaf) not in known:
             raise TypeError(
                 f"autocast: the function changed its argument at {jax.tree_util.keystr(path)}, and"
                 " the change would be lost. Return the new value; for a stateful nnx module split"
                 " it outside, merge it inside, and return its new state"
             )
+
+
+def _is_state(node: Any) -> bool:
+    """Whether this is what nnx.split gives, which a module merged from it shares and changes."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.State)

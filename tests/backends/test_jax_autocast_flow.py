@@ -237,7 +237,7 @@ class TestTransformations:
         plain = lambda x: jnp.sum(jnp.tanh(x @ w) @ w)  # noqa: E731
         gradient = jax.grad(autocast(f, "fp16"))
         equal(gradient(w), jax.grad(autocast(plain, "fp16"))(w))
-        assert matmuls(gradient, w) == [LOW] * 4
+        assert matmuls(gradient, w) == [LOW] * len(matmuls(jax.grad(f), w))
 
     def test_vmap_of_grad_and_grad_of_vmap(self):
         loss = autocast(loss_of(mlp), "fp16")
