@@ -154,6 +154,27 @@ def test_a_constant_widens_only_what_float16_cannot_hold(constant, dtype):
     assert dtypes(named(spread, "add")[0]) == f"{dtype} {dtype} -> {dtype}"
 
 
+def test_the_result_of_relu_returns_to_the_dtype_that_came():
+    eqns = traced(autocast(lambda x: 2.0 * jax.nn.relu(x @ x), "fp16"), normal(4, 4))
+    assert dtypes(named(eqns, "mul")[0]) == LOW
+
+
+def test_what_is_also_used_elsewhere_is_computed_in_the_dtype_that_comes():
+    def f(x, *, both):
+        scaled = 3.0 * (x @ x)
+        return jnp.exp(scaled), scaled if both else None
+
+    for both, want in ((True, LOW), (False, PLAIN)):
+        eqns = traced(autocast(functools.partial(f, both=both), "fp16"), normal(4, 4))
+        assert dtypes(named(eqns, "mul")[0]) == want
+
+
+def test_a_sum_of_squares_of_a_float16_argument_does_not_underflow():
+    x = jnp.full(16, 1e-4, jnp.float16)
+    got = autocast(lambda x: jnp.sum(x * x), "fp16")(x)
+    np.testing.assert_allclose(got, 16 * float(x[0]) ** 2, rtol=1e-6)
+
+
 def test_a_weight_used_twice_is_cast_once():
     eqns = traced(autocast(lambda x, w: (x @ w) @ w + x @ w, "fp16"), normal(4, 4), normal(4, 4))
     casts = [
@@ -193,6 +214,10 @@ class TestExplicit:
             lambda x: jnp.matmul(x, x, precision=lax.DotAlgorithmPreset.F32_F32_F32), "fp16"
         )
         assert matmuls(f, self.x) == [PLAIN]
+
+    def test_the_dtype_of_a_product(self):
+        f = autocast(lambda x: lax.mul(x @ x, x @ x, out_dtype=jnp.float32), "fp16")
+        assert dtypes(named(traced(f, self.x), "mul")[0]) == PLAIN
 
     def test_a_cast_to_float32_stays(self):
         f = autocast(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32) * 2.0, "fp16")

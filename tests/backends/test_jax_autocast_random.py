@@ -87,7 +87,7 @@ def loss(f):
     return lambda x, w: jnp.sum(sum(f(x, w)))
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(steps, st.integers(0, 99))
 def test_in_float32_a_random_program_is_the_plain_one(plan, seed):
     x, w = normal(N, N, seed=seed), normal(N, N, seed=seed + 100)
@@ -98,7 +98,7 @@ def test_in_float32_a_random_program_is_the_plain_one(plan, seed):
     equal(run(x, w), jax.jit(gradient)(x, w))
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(steps, st.integers(0, 99), st.sampled_from(["fp16", "bf16"]))
 def test_in_a_low_dtype_a_random_program_is_near_the_plain_one(plan, seed, policy):
     x, w = normal(N, N, seed=seed), normal(N, N, seed=seed + 100)
