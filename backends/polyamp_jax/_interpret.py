@@ -129,5 +129,5 @@ def _is_algorithm(precision: Any) -> bool:
 
 
 def _names_a_dtype(eqn: JaxprEqn) -> bool:
-    values = eqn.params.values()
-    return any(isinstance(v, np.dtype) and jnp.issubdtype(v, jnp.floating) for v in values)
+    dtypes = [v for v in eqn.params.values() if isinstance(v, np.dtype | type(jnp.float32))]
+    return any(jnp.issubdtype(v, jnp.floating) for v in dtypes)

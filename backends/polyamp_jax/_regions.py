@@ -131,7 +131,7 @@ def _loop_args(eqn: JaxprEqn, frame: Frame, consts: int, carry: int) -> list[Any
 
 def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[Any]:
     out = as_traced(eqn, frame)
-    if eqn.params.get("name") not in NARROW:
+    if eqn.params["call_jaxpr"].jaxpr.debug_info.func_name not in NARROW:
         return out
     dtypes = [frame.dtype(atom) for atom in eqn.invars if castable(atom.aval)]
     dtype = widest(dtypes)
