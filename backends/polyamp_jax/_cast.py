@@ -33,14 +33,21 @@ def is_floating(leaf: Any) -> bool:
 def cast(tree: Any, dtype: Any) -> Any:
     """`tree` (any pytree) with its floating arrays in `dtype`; everything else as it is.
 
-    Complex and integer arrays, keys and Python numbers are left alone.
+    Complex and integer arrays, keys and Python numbers are left alone; shapes with a floating
+    dtype become shapes with `dtype`.
     """
     target = dtype_of(dtype) if isinstance(dtype, str) else jnp.dtype(dtype)
-    return jax.tree.map(lambda leaf: leaf.astype(target) if is_floating(leaf) else leaf, tree)
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct) and is_floating(leaf):
+            return leaf.update(dtype=target)
+        return leaf.astype(target) if is_floating(leaf) else leaf
+
+    return jax.tree.map(one, tree)
 
 
 def unscale(grads: Any, inverse: Any) -> Any:
-    """New gradients: `grads` (any pytree) times `inverse` (0-d f32), multiplied in float32 or wider.
+    """New gradients: `grads` (any pytree) times `inverse` (0-d f32), in float32 or wider.
 
     float16 and bfloat16 come back as float32, since an unscaled gradient may be below their range.
     Integer and float0 leaves are passed through; complex ones are multiplied in complex64 or wider.
@@ -48,9 +55,30 @@ def unscale(grads: Any, inverse: Any) -> Any:
     return jax.tree.map(lambda grad: _times(grad, inverse), grads)
 
 
-def _times(grad: Any, inverse: Any) -> Any:
-    if not (hasattr(grad, "dtype") and jnp.issubdtype(grad.dtype, jnp.inexact)):
+def unscaled(grad: Any, scale: Any) -> Any:
+    """One gradient divided by `scale` (0-d f32), in float32 or wider; no derivative: as it is.
+
+    A division, not a product with the reciprocal: XLA would contract the product into the
+    optimizer's arithmetic, which then rounds otherwise than without loss scaling; and the
+    reciprocal of a scale above 2**126 would be flushed to 0.
+    """
+    if not _has_derivative(grad):
         return grad
-    wide = jnp.promote_types(grad.dtype, jnp.float32)
-    real = jnp.finfo(wide).dtype
-    return grad.astype(wide) * jnp.asarray(inverse, jnp.float32).astype(real)
+    value = wide(grad)
+    return jax.lax.div(value, jnp.broadcast_to(jnp.asarray(scale).astype(value.dtype), value.shape))
+
+
+def wide(grad: Any) -> Any:
+    """A gradient in float32, complex64 or wider."""
+    return grad.astype(jnp.float32) if jnp.finfo(grad.dtype).bits < 32 else grad
+
+
+def _times(grad: Any, factor: Any) -> Any:
+    if not _has_derivative(grad):
+        return grad
+    value = wide(grad)
+    return value * jnp.asarray(factor, jnp.float32).astype(value.dtype)
+
+
+def _has_derivative(grad: Any) -> bool:
+    return hasattr(grad, "dtype") and jnp.issubdtype(grad.dtype, jnp.inexact)

@@ -20,7 +20,8 @@ from polyamp import BackendError, Policy
 from polyamp.bench.harness import cpu_name
 from polyamp.demo import Device, OnStep, Result, Settings, Task
 from polyamp_jax._demo_models import build
-from polyamp_jax._modules import check_policy
+from polyamp_jax._ops import devices_by_name
+from polyamp_jax._plan import rules_of
 
 Array = jax.Array
 
@@ -38,38 +39,33 @@ def device(requested: str | None) -> Device:
     Raises:
         BackendError: no such device.
     """
-    known = _devices()
+    known = devices_by_name()
     default = jax.devices()[0]
-    name = requested or next(n for n, d in known.items() if d == default)
-    chosen = known.get(name) or known.get(f"{name}:0")
-    if chosen is None:
-        raise BackendError(f"jax has no device {name!r} here; choose one of: {', '.join(known)}")
-    if chosen.platform == "cpu":
-        return Device("cpu", cpu_name())
-    name = next(n for n, d in known.items() if d == chosen)
-    return Device(name, chosen.device_kind, accelerator=True)
-
-
-def _devices() -> dict[str, Any]:
-    accelerators = [d for d in jax.devices() if d.platform != "cpu"]
-    named = {f"{'cuda' if d.platform == 'gpu' else d.platform}:{d.id}": d for d in accelerators}
-    return {"cpu": jax.devices("cpu")[0], **named}
+    name = requested or next(name for name, device in known.items() if device == default)
+    name = name if name in known else f"{name}:0"
+    if name not in known:
+        raise BackendError(
+            f"jax has no device {requested!r} here; choose one of: {', '.join(known)}"
+        )
+    if name == "cpu":
+        return Device(name, cpu_name())
+    return Device(name, known[name].device_kind, accelerator=True)
 
 
 def check(policy: Policy, device: Device) -> None:
     """Raise PolicyError where `apply_policy` cannot follow `policy`."""
-    check_policy(policy)
+    rules_of(policy, ops=())
 
 
 def train(task: Task, policy: Policy, settings: Settings, device: str, on_step: OnStep) -> Result:
     """Train `task` under `policy` on `device` and evaluate; see `DemoBackend`."""
-    with jax.default_device(_devices()[device]):
+    with jax.default_device(devices_by_name()[device]):
         model = amp.apply_policy(build(task, settings), policy)
         tx = _optimizer(task, settings)
         if policy.needs_scaling:
             tx = amp.loss_scaled(tx)
-        graph, params, rest = nnx.split(model, nnx.Param, ...)
-        state = _State(params, rest, tx.init(params))
+        graph, params, *rest = nnx.split(model, nnx.Param, ...)
+        state = _State(params, rest[0], tx.init(params))
         data = jnp.asarray(task.inputs), jnp.asarray(task.targets)
         windows = jnp.asarray(task.batches(settings))
         step = jax.jit(_step(graph, tx, policy.needs_scaling), donate_argnums=0)
@@ -84,13 +80,17 @@ def train(task: Task, policy: Policy, settings: Settings, device: str, on_step: 
         scaler = amp.scaler_state(state.opt_state) if policy.needs_scaling else None
         return Result(
             step_ms=statistics.median(times[len(times) // 10 :]),
-            memory_bytes=int(compiled.memory_analysis().temp_size_in_bytes),
+            memory_bytes=_temporaries(compiled),
             memory_kind="step temporaries",
             metric=_evaluate(task, nnx.merge(graph, state.params, state.rest)),
             skipped=0 if scaler is None else int(scaler.skipped),
             scale=None if scaler is None else float(scaler.loss_scale),
             losses=tuple(losses),
         )
+
+
+def _temporaries(compiled: Any) -> int:
+    return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 class _State(NamedTuple):
@@ -105,7 +105,7 @@ def _step(graph: Any, tx: Any, scaled: bool) -> Callable[..., tuple[_State, Arra
     """One optimizer step over a window of micro-batches, or a skip of the whole window."""
 
     def loss_of(params: Any, rest: Any, inputs: Array, targets: Array) -> tuple[Array, Any]:
-        model = nnx.merge(graph, params, rest)
+        model = nnx.merge(graph, params, rest, copy=True)
         loss = cross_entropy(model(inputs), targets)
         return loss, nnx.state(model, nnx.Not(nnx.Param))
 

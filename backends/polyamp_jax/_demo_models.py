@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +78,10 @@ class Layer(nnx.Module):
         n, t, width = x.shape
         qkv = self.qkv(self.norm1(x)).reshape(n, t, 3, self.heads, width // self.heads)
         q, k, v = (qkv[:, :, i] for i in range(3))
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / math.sqrt(width // self.heads)
+        past = jnp.tril(jnp.ones((t, t), bool))
+        weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf))
+        attended = jnp.einsum("nhqk,nkhd->nqhd", weights, v)
         x = x + self.out(attended.reshape(n, t, width))
         return x + self.mlp(self.norm2(x))
 

@@ -94,7 +94,7 @@ def apply_policy(model: Model, policy: Policy | PolicyMap | str) -> Model:
     system = system_of(model)
     rules = rules_of(policy, ops=FAMILIES if system else ())
     if system is not None:
-        return system.apply(system.remove(model), rules)  # type: ignore[no-any-return]
+        return system.apply(system.remove(model), rules)
     if not callable(model):
         raise PolicyError(
             "apply_policy needs a function, or a module of flax.linen, flax.nnx or equinox, got"

@@ -17,7 +17,6 @@ _DTYPES = {"f32": jnp.float32, "i32": jnp.int32}
 class Ops:
     """`polyamp.Namespace` over 0-d arrays, traced or not."""
 
-    where = staticmethod(jnp.where)
     minimum = staticmethod(jnp.minimum)
     maximum = staticmethod(jnp.maximum)
     isfinite = staticmethod(jnp.isfinite)
@@ -27,6 +26,10 @@ class Ops:
     left_shift = staticmethod(jnp.left_shift)
     right_shift = staticmethod(jnp.right_shift)
     max = staticmethod(jnp.max)
+
+    def where(self, condition: Any, yes: Any, no: Any) -> Array:
+        """`yes` where `condition`, else `no`."""
+        return jnp.where(condition, yes, no)
 
     def c(self, value: float, kind: Kind) -> Array:
         """A typed 0-d constant."""
@@ -60,14 +63,17 @@ def compiled(fn: Any) -> Any:
 
 def devices() -> list[str]:
     """Names of the usable devices, "cpu" first, e.g. ["cpu", "cuda:0"]."""
-    names = {"cpu": "cpu"}
-    for device in jax.devices():
-        if device.platform != "cpu":
-            names[f"{_PLATFORMS.get(device.platform, device.platform)}:{device.id}"] = ""
-    return list(names)
+    return list(devices_by_name())
 
 
-_PLATFORMS = {"gpu": "cuda"}
+def devices_by_name() -> dict[str, jax.Device]:
+    """JAX's devices by the names of `devices`."""
+    cpu = {"cpu": jax.devices("cpu")[0]}
+    others = [device for device in jax.devices() if device.platform != "cpu"]
+    return {**cpu, **{f"{_NAMES.get(d.platform, d.platform)}:{d.id}": d for d in others}}
+
+
+_NAMES = {"gpu": "cuda"}
 
 
 def select(flag: Any, new: Any, old: Any) -> Any:
