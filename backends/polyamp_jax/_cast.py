@@ -50,22 +50,17 @@ def unscale(grads: Any, inverse: Any) -> Any:
     """New gradients: `grads` (any pytree) times `inverse` (0-d f32), in float32 or wider.
 
     float16 and bfloat16 come back as float32, since an unscaled gradient may be below their range.
-    Integer and float0 leaves are passed through; complex ones are multiplied in complex64 or wider.
+    Integer and float0 leaves are passed through; complex ones are multiplied part by part.
     """
-    return jax.tree.map(lambda grad: _times(grad, inverse), grads)
+    return _widened(jnp.multiply, grads, inverse)
 
 
-def unscaled(grad: Any, scale: Any) -> Any:
-    """One gradient divided by `scale` (0-d f32), in float32 or wider; no derivative: as it is.
+def divide(grads: Any, scale: Any) -> Any:
+    """As `unscale`, but divided by `scale`: for scales above 2**126.
 
-    A division, not a product with the reciprocal: XLA would contract the product into the
-    optimizer's arithmetic, which then rounds otherwise than without loss scaling; and the
-    reciprocal of a scale above 2**126 would be flushed to 0.
+    The reciprocal of such a scale is subnormal, and XLA flushes it to 0.
     """
-    if not _has_derivative(grad):
-        return grad
-    value = wide(grad)
-    return jax.lax.div(value, jnp.broadcast_to(jnp.asarray(scale).astype(value.dtype), value.shape))
+    return _widened(jnp.divide, grads, scale)
 
 
 def wide(grad: Any) -> Any:
@@ -73,12 +68,18 @@ def wide(grad: Any) -> Any:
     return grad.astype(jnp.float32) if jnp.finfo(grad.dtype).bits < 32 else grad
 
 
-def _times(grad: Any, factor: Any) -> Any:
-    if not _has_derivative(grad):
-        return grad
-    value = wide(grad)
-    return value * jnp.asarray(factor, jnp.float32).astype(value.dtype)
+def has_derivative(leaf: Any) -> bool:
+    """Whether `leaf` is a real or complex floating array."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _has_derivative(grad: Any) -> bool:
-    return hasattr(grad, "dtype") and jnp.issubdtype(grad.dtype, jnp.inexact)
+def _widened(operation: Any, grads: Any, by: Any) -> Any:
+    def of(grad: Any) -> Any:
+        if not has_derivative(grad):
+            return grad
+        if jnp.iscomplexobj(grad):
+            return jax.lax.complex(of(grad.real), of(grad.imag))
+        value = wide(grad)
+        return operation(value, jnp.asarray(by, jnp.float32).astype(value.dtype))
+
+    return jax.tree.map(of, grads)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp._state import Signal
-from polyamp_jax._cast import wide
+from polyamp_jax._cast import has_derivative, wide
 
 
 def reduce(signal: Signal, group: Any = None) -> Signal:
@@ -46,10 +46,22 @@ def pmean(grads: Any, axis_name: Any) -> Any:
         axis_name: as in `jax.lax.pmean`.
     """
     return jax.tree.map(
-        lambda grad: (
-            jax.lax.pmean(wide(grad), axis_name)
-            if hasattr(grad, "dtype") and jnp.issubdtype(grad.dtype, jnp.inexact)
-            else grad
-        ),
-        grads,
+        lambda grad: jax.lax.pmean(wide(grad), axis_name) if has_derivative(grad) else grad, grads
     )
+
+
+def varying(leaf: Any) -> frozenset[Any]:
+    """Names of the axes along which `shard_map` knows an array to differ; empty elsewhere."""
+    kind = jax.typeof(leaf)
+    known = getattr(kind, "manual_axis_type", None)  # before jax 0.10 the type itself has `vma`
+    return getattr(kind, "vma", frozenset()) if known is None else known.varying
+
+
+def vary(tree: Any, axes: frozenset[Any]) -> Any:
+    """`tree` with its arrays declared to differ along `axes`."""
+
+    def declare(leaf: Any) -> Any:
+        missing = tuple(sorted(axes - varying(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(declare, tree)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
+from flax import serialization, struct
 
+from polyamp._errors import StateError
 from polyamp._presets import like, resolve_rule
 from polyamp._scaling import Rule, bind
 from polyamp._state import ScalerState
 from polyamp._xp import F32_MAX, F32_TINY
-from polyamp_jax._cast import unscaled
+from polyamp_jax._cast import divide, is_floating
 from polyamp_jax._distributed import pmean
 from polyamp_jax._gradients import seeded
 from polyamp_jax._inspect import inspect
 from polyamp_jax._ops import xp
+from polyamp_jax._state import typed
 
 Array = jax.Array
 
@@ -53,7 +56,7 @@ class DynamicScale(struct.PyTreeNode):
         fin_steps: i32, finite steps since the last change.
         scale: f32.
         rule: another rule, or the name of a system, in place of the four numbers; static.
-        state: under `rule`, the whole state.
+        state: under `rule`, the rest of its state; `scale` and `fin_steps` are two fields of it.
     """
 
     growth_factor: float = struct.field(pytree_node=False, default=2.0)
@@ -64,6 +67,15 @@ class DynamicScale(struct.PyTreeNode):
     minimum_scale: float | None = struct.field(pytree_node=False, default=F32_TINY)
     rule: Rule | str | None = struct.field(pytree_node=False, default=None)
     state: ScalerState | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule is not None and self.state is None:
+            start = resolve_rule(self.rule).init(xp)
+            _set(self, scale=start.loss_scale, fin_steps=start.clean, state=start)
+        for name, dtype in (("scale", jnp.float32), ("fin_steps", jnp.int32)):
+            value = getattr(self, name)
+            if isinstance(value, Real) or is_floating(value):
+                _set(self, **{name: jnp.asarray(value, dtype)})
 
     def value_and_grad(
         self,
@@ -87,7 +99,7 @@ class DynamicScale(struct.PyTreeNode):
         @functools.wraps(fun)
         def wrapped(*args: Any) -> DynamicScaleResult:
             value, grads = seeded(fun, scale, argnums, has_aux)(*args)
-            grads = jax.tree.map(lambda grad: unscaled(grad, scale), grads)
+            grads = divide(grads, scale)
             if axis_name is not None:
                 grads = pmean(grads, axis_name)
             signal = inspect(grads, 1.0, amax=rule.wants_amax)
@@ -99,22 +111,21 @@ class DynamicScale(struct.PyTreeNode):
         return wrapped
 
     def _now(self) -> tuple[Rule, ScalerState]:
-        if self.rule is not None:
-            rule = resolve_rule(self.rule)
-            return rule, rule.init(xp) if self.state is None else self.state
-        rule = like(
+        rule = self._flax_rule() if self.rule is None else resolve_rule(self.rule)
+        state = rule.init(xp) if self.state is None else self.state
+        return rule, typed(state._replace(loss_scale=self.scale, clean=self.fin_steps))
+
+    def _flax_rule(self) -> Rule:
+        floor = max(F32_TINY, float(self.minimum_scale or 0.0))
+        return like(
             "flax",
+            init_scale=max(floor, 2.0**16),
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
-            min_scale=max(F32_TINY, float(self.minimum_scale or 0.0)),
+            min_scale=floor,
             max_scale=F32_MAX,
         )
-        state = rule.init(xp)._replace(
-            loss_scale=jnp.asarray(self.scale, jnp.float32),
-            clean=jnp.asarray(self.fin_steps, jnp.int32),
-        )
-        return rule, state
 
     def _next(self, state: ScalerState) -> DynamicScale:
         new: DynamicScale = self.replace(
@@ -123,3 +134,31 @@ class DynamicScale(struct.PyTreeNode):
             state=None if self.rule is None else state,
         )
         return new
+
+
+def _set(frozen: DynamicScale, **fields: Any) -> None:
+    for name, value in fields.items():
+        object.__setattr__(frozen, name, value)
+
+
+def _to_state_dict(dynamic_scale: DynamicScale) -> dict[str, Any]:
+    """flax's two fields, so that its checkpoints and these are alike, and what a rule adds."""
+    names = ["fin_steps", "scale"] + ["state"] * (dynamic_scale.state is not None)
+    return {name: serialization.to_state_dict(getattr(dynamic_scale, name)) for name in names}
+
+
+def _from_state_dict(dynamic_scale: DynamicScale, saved: dict[str, Any]) -> DynamicScale:
+    known = _to_state_dict(dynamic_scale)
+    if saved.keys() != known.keys():
+        raise StateError(f"DynamicScale: expected the keys {list(known)}, got {list(saved)}")
+    return dynamic_scale.replace(
+        **{
+            name: serialization.from_state_dict(getattr(dynamic_scale, name), value)
+            for name, value in saved.items()
+        }
+    )
+
+
+serialization.register_serialization_state(
+    DynamicScale, _to_state_dict, _from_state_dict, override=True
+)

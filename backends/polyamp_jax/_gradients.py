@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyamp_jax._cast import unscale
+from polyamp_jax._distributed import vary, varying
 from polyamp_jax._state import scale_of
 
-MAX_SEED_F16 = 2.0**15
-"""Largest power of two that float16 holds."""
+MIN_SEED_F16, MAX_SEED_F16 = 2.0**-14, 2.0**15
+"""Smallest and largest power of two that float16 holds as a normal number."""
 
 
 def value_and_grad(
@@ -31,9 +33,13 @@ def value_and_grad(
         `((loss, aux), grads)`: the loss as it is, unscaled, in its own dtype; the gradients times
         the scale in `opt_state` (of `loss_scaled`, wherever it is in there).
 
-    The scale never meets the loss, so it cannot overflow there. A loss in float16 cannot take a
-    seed above 2**15, and one in bfloat16 only a rounded one: what is missing is multiplied into the
-    gradients. Let `fun` return float32.
+    The scale never meets the loss, so it cannot overflow there. A loss in float16 takes
+    no seed above 2**15 (or below 2**-14), and one in bfloat16 only a rounded one: what is missing
+    is multiplied into the gradients, in float32. Let `fun` return float32.
+
+    In `shard_map` the gradients of a loss that differs between devices are each device's own, as in
+    `pmap`, for `loss_scaled(..., axis_name=...)` to average in float32. (`jax.grad` would add them
+    up, in the dtype in which the parameters meet the data.)
 
     Raises (the function):
         TypeError: the loss is not a real floating scalar.
@@ -61,13 +67,15 @@ def seeded(
             return fun(*every, **kwargs)
 
         vjp_of: Any = jax.vjp
-        found = vjp_of(of, *(args[number] for number in numbers), has_aux=has_aux)
-        loss, vjp = found[0], found[1]
+        chosen = tuple(args[number] for number in numbers)
+        loss, vjp, *aux = vjp_of(of, *chosen, has_aux=has_aux)
         seed, rest = _seed(loss, scale)
-        grads = vjp(seed)
+        if axes := varying(loss):
+            loss, vjp, *aux = vjp_of(of, *vary(chosen, axes), has_aux=has_aux)
+        grads = vjp(vary(seed, axes))
         if rest is not None:
-            grads = jax.tree.map(lambda grad: _more(grad, rest), grads)
-        value = (loss, found[2]) if has_aux else loss
+            grads = unscale(grads, rest)
+        value = (loss, *aux) if has_aux else loss
         return value, grads[0] if isinstance(argnums, int) else grads
 
     return wrapped
@@ -83,12 +91,6 @@ def _seed(loss: Any, scale: Any) -> tuple[Any, Any]:
         )
     if jnp.finfo(dtype).bits >= 32:
         return scale.astype(dtype), None
-    top = MAX_SEED_F16 if dtype == jnp.float16 else jnp.inf
-    seed = jnp.minimum(scale, jnp.float32(top)).astype(dtype)
+    low, top = (MIN_SEED_F16, MAX_SEED_F16) if dtype == jnp.float16 else (0.0, jnp.inf)
+    seed = jnp.clip(scale, low, top).astype(dtype)
     return seed, scale / seed.astype(jnp.float32)
-
-
-def _more(grad: Any, factor: Any) -> Any:
-    if not jnp.issubdtype(grad.dtype, jnp.inexact):
-        return grad
-    return grad * factor.astype(grad.real.dtype)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from polyamp._state import Signal
-from polyamp_jax._cast import unscaled
+from polyamp_jax._cast import has_derivative, unscale
 
 Array = jax.Array
 
@@ -18,18 +19,30 @@ _SMALLEST_NORMAL_F16 = 2.0**-14
 
 def arrays(grads: Any) -> list[Array]:
     """The leaves of `grads` that have a derivative: floating or complex, not empty."""
-    leaves = jax.tree.leaves(grads)
-    return [g for g in leaves if hasattr(g, "dtype") and _is_inexact(g) and g.size]
-
-
-def _is_inexact(grad: Any) -> bool:
-    return bool(jnp.issubdtype(grad.dtype, jnp.inexact))
+    return [leaf for leaf in jax.tree.leaves(grads) if has_derivative(leaf) and leaf.size]
 
 
 def all_finite(values: list[Array]) -> Array:
-    """0-d bool: no infinity and no NaN anywhere."""
-    flags = [jnp.isfinite(value).all() for value in values]
-    return functools.reduce(jnp.logical_and, flags, jnp.array(True))
+    """0-d bool: no infinity and no NaN anywhere. Never taken from a maximum: XLA's drops NaN.
+
+    On a CPU, where XLA reduces a sum several times faster than `isfinite`: a finite sum has finite
+    terms; if it is not finite, which a large sum may also be, every entry is looked at.
+    """
+    if not values:
+        return jnp.array(True)
+    if jax.default_backend() != "cpu" or not isinstance(values[0], jax.core.Tracer):
+        return _all(jnp.isfinite(value).all() for value in values)
+    quick = _all(jnp.isfinite(jnp.sum(value)) for value in values)
+    return jax.lax.cond(quick, lambda: quick, lambda: _all(map(_self_difference_is_finite, values)))
+
+
+def _all(flags: Iterable[Array]) -> Array:
+    return functools.reduce(jnp.logical_and, flags)
+
+
+def _self_difference_is_finite(value: Array) -> Array:
+    """isfinite(value).all() without an array of flags: x - x is 0, or NaN if x is not finite."""
+    return jnp.isfinite(jnp.sum(value - value))
 
 
 def inspect(
@@ -49,8 +62,8 @@ def inspect(
         where the gradient as it came is. It is never taken from the maximum: XLA's drops NaN.
     """
     values = arrays(grads)
-    scale = jnp.asarray(loss_scale, jnp.float32)
-    signal = Signal(all_finite([unscaled(value, scale) for value in values]))
+    inverse = 1.0 / jnp.asarray(loss_scale, jnp.float32)
+    signal = Signal(all_finite(unscale(values, inverse)))
     if loss is not None:
         signal = signal._replace(loss_finite=jnp.isfinite(loss).all())
     if amax:

@@ -1,13 +1,15 @@
 """Loss scaling as an optax transformation.
 
     value_and_grad   seed of the backward pass = loss_scale: the loss itself is never multiplied
-    update           finite = every gradient is, unscaled
-                     cond(finite, inner update of the unscaled gradients, zeros and the old state)
-                     scaler = transition(rule, scaler, finite)
+    update           unscaled = grads / loss_scale, averaged over axis_name
+                     scaler = transition(rule, scaler, signal of unscaled and loss)
+                     cond(applied, inner update of unscaled, zeros and the old state)
     step             the same, with the parameters updated inside the branch
 
 Reject is branch 0 of the conditional: XLA then needs no copy of parameters and moments
-(8.6 MiB of temporaries instead of 28.4 for an MLP of 1.9M parameters under Adam).
+(8.6 MiB of temporaries instead of 28.4 for an MLP of 1.9M parameters under Adam). The gradients are
+unscaled outside of it: inside, XLA would contract the product into the optimizer's arithmetic,
+which then rounds otherwise than without loss scaling.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from polyamp._dynamic import Dynamic
 from polyamp._errors import BackendError, RuleError
 from polyamp._presets import resolve_rule
-from polyamp._scaling import Rule, bind
-from polyamp._state import ScalerState
-from polyamp_jax._cast import unscaled
+from polyamp._scaling import MAX_SCALE, Rule, Static, bind
+from polyamp._state import ScalerState, Signal, decision
+from polyamp_jax._cast import divide, is_floating, unscale
 from polyamp_jax._distributed import pmean, reduce
-from polyamp_jax._inspect import inspect
+from polyamp_jax._inspect import all_finite, arrays, largest
 from polyamp_jax._ops import select, xp
+from polyamp_jax._state import typed
 
 Skip = Literal["cond", "select"]
 
@@ -41,6 +43,17 @@ class LossScaledState(NamedTuple):
     """State of the wrapped transformation, untouched by skipped steps."""
 
 
+class Judged(NamedTuple):
+    """A step decided on."""
+
+    grads: Any
+    """Unscaled gradients."""
+    scaler: ScalerState
+    """The scaler's new state."""
+    applied: Any
+    """0-d bool."""
+
+
 class LossScaled(optax.GradientTransformationExtraArgs):
     """What `loss_scaled` returns: an optax transformation that `step` can look into.
 
@@ -51,7 +64,7 @@ class LossScaled(optax.GradientTransformationExtraArgs):
 
     rule: Rule
     inner: optax.GradientTransformationExtraArgs
-    judge: Callable[[Any, LossScaledState, Any], tuple[Any, Any, ScalerState]]
+    judge: Callable[[Any, LossScaledState, Any], Judged]
     skip: Skip
 
 
@@ -89,54 +102,86 @@ def loss_scaled(
 
     Raises:
         RuleError: an unknown rule or `skip`.
+        TypeError: `inner` is no transformation.
     """
     if skip not in ("cond", "select"):
         raise RuleError(f'skip must be "cond" or "select", got {skip!r}')
-    chosen = Dynamic() if rule is None else resolve_rule(rule)
-    wrapped = optax.with_extra_args_support(inner)
+    chosen, inner_tx = resolve_rule(rule), _optax(inner)
+    wide = _may_exceed(chosen)
 
-    def judge(grads: Any, state: LossScaledState, loss: Any) -> tuple[Any, Any, ScalerState]:
-        """(applied, a function that gives the unscaled gradients, the scaler's new state)."""
-        scale = state.scaler.loss_scale
+    def judge(grads: Any, state: LossScaledState, loss: Any) -> Judged:
+        old = typed(state.scaler)
+        unscaled = divide(grads, old.loss_scale) if wide else unscale(grads, 1.0 / old.loss_scale)
         if axis_name is not None:
-            grads = pmean(jax.tree.map(lambda g: unscaled(g, scale), grads), axis_name)
-            signal = inspect(grads, 1.0, loss, amax=False)
-            if chosen.wants_amax:
-                signal = signal._replace(amax=inspect(grads, 1.0, amax=True).amax * scale)
-            unscaled_grads = lambda: grads  # noqa: E731
-        else:
-            signal = inspect(grads, scale, loss, amax=chosen.wants_amax)
-            unscaled_grads = lambda: jax.tree.map(lambda g: unscaled(g, scale), grads)  # noqa: E731
-        signal = reduce(signal, axis_name)
-        applied = signal.finite if loss is None else signal.finite & signal.loss_finite
-        return applied, unscaled_grads, bind(chosen, xp)(state.scaler, signal)
+            unscaled = pmean(unscaled, axis_name)
+        values = arrays(unscaled)
+        signal = Signal(all_finite(values))
+        if loss is not None:
+            signal = signal._replace(loss_finite=jnp.isfinite(loss).all())
+        if chosen.wants_amax:
+            signal = signal._replace(amax=largest(values) * old.loss_scale)
+        new = bind(chosen, xp)(old, reduce(signal, axis_name))
+        return Judged(unscaled, new, decision(old, new).applied)
 
     def init(params: Any) -> LossScaledState:
-        return LossScaledState(chosen.init(xp), wrapped.init(params))
+        return LossScaledState(chosen.init(xp), inner_tx.init(params))
 
     def update(
         updates: Any, state: LossScaledState, params: Any = None, *, loss: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
-        applied, grads, scaler = judge(updates, state, loss)
+        judged = judge(updates, state, loss)
 
         def apply() -> tuple[Any, Any]:
-            return wrapped.update(grads(), state.inner_state, params, **extra)
+            return inner_update(inner_tx, judged.grads, state.inner_state, params, extra)
 
         def reject() -> tuple[Any, Any]:
             shapes, _ = jax.eval_shape(apply)
             return jax.tree.map(jnp.zeros_like, shapes), state.inner_state
 
-        new, inner_state = _chosen(skip, applied, apply, reject)
-        return new, LossScaledState(scaler, inner_state)
+        new, inner_state = _chosen(skip, judged.applied, apply, reject)
+        return new, LossScaledState(judged.scaler, inner_state)
 
     made = LossScaled(init, update)
-    made.rule, made.inner, made.judge, made.skip = chosen, wrapped, judge, skip
+    made.rule, made.inner, made.judge, made.skip = chosen, inner_tx, judge, skip
     return made
+
+
+def _optax(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(inner, optax.MultiSteps):
+        return inner.gradient_transformation()
+    if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
+        raise TypeError(
+            "loss_scaled needs an optax transformation such as optax.adam(1e-3), or"
+            f" optax.MultiSteps, got {inner!r}"
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _may_exceed(rule: Rule) -> bool:
+    """Whether the scale may go where its reciprocal is subnormal, which XLA flushes to 0."""
+    return (rule.init_scale if isinstance(rule, Static) else rule.max_scale) > MAX_SCALE
+
+
+def inner_update(
+    tx: optax.GradientTransformationExtraArgs, grads: Any, state: Any, params: Any, extra: Any
+) -> tuple[Any, Any]:
+    """(updates, new state) of the wrapped transformation, the state in the dtypes it had.
+
+    Unscaled gradients are float32 where the parameters, and so the moments, may be narrower.
+    """
+    updates, new = tx.update(grads, state, params, **extra)
+    return updates, jax.tree.map(_in_dtype_of, new, state)
+
+
+def _in_dtype_of(new: Any, old: Any) -> Any:
+    return new.astype(old.dtype) if is_floating(new) and is_floating(old) else new
 
 
 def _chosen(skip: Skip, applied: Any, apply: Callable[[], Any], reject: Callable[[], Any]) -> Any:
     if skip == "select":
         return select(applied, apply(), reject())
+    if not isinstance(applied, jax.core.Tracer):
+        return apply() if applied else reject()
     return jax.lax.cond(applied, apply, reject)
 
 
@@ -178,15 +223,15 @@ def step(
             " must be the outermost transformation"
         )
     old, new = (None, None) if extra is None else extra
-    applied, unscaled_grads, scaler = tx.judge(grads, opt_state, loss)
+    judged = tx.judge(grads, opt_state, loss)
 
     def apply() -> tuple[Any, Any, Any]:
-        updates, state = tx.inner.update(unscaled_grads(), opt_state.inner_state, params, **more)
+        updates, state = inner_update(tx.inner, judged.grads, opt_state.inner_state, params, more)
         return optax.apply_updates(params, updates), state, new
 
     def reject() -> tuple[Any, Any, Any]:
         return params, opt_state.inner_state, old
 
-    params, inner_state, kept = _chosen(tx.skip, applied, apply, reject)
-    state = LossScaledState(scaler, inner_state)
+    params, inner_state, kept = _chosen(tx.skip, judged.applied, apply, reject)
+    state = LossScaledState(judged.scaler, inner_state)
     return (params, state) if extra is None else (params, state, kept)

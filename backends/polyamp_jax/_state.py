@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from polyamp._errors import StateError
 from polyamp._interchange import scaler_from_dict, scaler_to_dict
-from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips
+from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
 from polyamp._state import decision as decided
 
 Array = jax.Array
@@ -49,17 +49,37 @@ def decision(old: Any, new: Any) -> Decision:
     return decided(scaler_state(old), scaler_state(new))
 
 
-def check(opt_state: Any) -> None:
-    """Warn if the last steps were skipped, and raise faults; waits for the device.
+def check(opt_state: Any, told: int = 0) -> int:
+    """Report what happened since the last look: warn of skips, raise faults; waits for the device.
+
+        told = 0
+        for number, batch in enumerate(batches):
+            params, opt_state = train_step(params, opt_state, batch)
+            if number % 100 == 0:
+                told = amp.check(opt_state, told)
+
+    A fault stays in the state until it is cleared:
+    `optax.tree.set(opt_state, fault=jnp.int32(0))`.
+
+    Args:
+        opt_state: of `loss_scaled`.
+        told: what the last call returned.
+
+    Returns:
+        The number of steps skipped so far.
 
     Raises:
-        ScaleFloorError: the rule's limit is reached.
+        ScaleFloorError: the rule gave up.
         StateError: no loss scaler in `opt_state`.
     """
-    state = scaler_state(opt_state)
-    if row := int(state.skipped_in_a_row):
-        warn_of_skips(row, float(state.loss_scale), stacklevel=2)
+    state = jax.device_get(scaler_state(opt_state))
     raise_on_fault(state)
+    skipped, scale = int(state.skipped), float(state.loss_scale)
+    if skipped - told > 1:
+        warn_of_skips(skipped - told, scale)
+    elif skipped > told:
+        warn_on_skip(max(int(state.skipped_in_a_row), 1), scale)
+    return skipped
 
 
 def to_dict(tx: Any, opt_state: Any) -> dict[str, Any]:
@@ -84,8 +104,15 @@ def from_dict(tx: Any, opt_state: Any, data: Any) -> Any:
             f"saved under the rule {rule!r}, but the optimizer has {tx.rule!r}: make it with"
             " loss_scaled(..., rule=) of the saved one"
         )
-    old = scaler_state(opt_state)
-    new = jax.tree.map(lambda o, n: jnp.asarray(n, jnp.asarray(o).dtype), old, state)
+    new = typed(state)
     return jax.tree.map(
         lambda leaf: new if _is_scaler(leaf) else leaf, opt_state, is_leaf=_is_scaler
     )
+
+
+def typed(state: ScalerState) -> ScalerState:
+    """`state`, in numbers of any type, as 0-d f32 and i32 arrays."""
+    counts = ScalerState._fields[1:-1]
+    head = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in counts}
+    memory = tuple(jnp.asarray(value, jnp.int32) for value in state.memory)
+    return ScalerState(jnp.asarray(state.loss_scale, jnp.float32), **head, memory=memory)

@@ -298,16 +298,20 @@ class TestSaving:
 
 
 class TestErrors:
-    def test_check_warns_and_raises(self):
-        rule = polyamp.Dynamic(init_scale=4.0, max_skips_in_a_row=2)
-        _, state, history = run(amp.loss_scaled(optax.sgd(1.0), rule), [INF, INF])
-        with pytest.warns(polyamp.SkippedStepWarning, match="1 steps were skipped"):
-            amp.check(history[0])
-        with (
-            pytest.warns(polyamp.SkippedStepWarning),
-            pytest.raises(polyamp.ScaleFloorError, match="2 steps skipped in a row"),
-        ):
-            amp.check(state)
+    def test_check_warns_of_what_is_new_and_raises(self):
+        rule = polyamp.Dynamic(init_scale=4.0, max_skips_in_a_row=3)
+        tx = amp.loss_scaled(optax.sgd(1.0), rule)
+        _, _, history = run(tx, [INF, 0.0, INF, INF, 0.0, INF, INF, INF])
+        with pytest.warns(polyamp.SkippedStepWarning, match="a step was skipped"):
+            assert amp.check(history[0]) == 1
+        assert amp.check(history[1], told=1) == 1
+        with pytest.warns(polyamp.SkippedStepWarning, match="2 steps were skipped since"):
+            assert amp.check(history[4], told=1) == 3
+        with pytest.raises(polyamp.ScaleFloorError, match="3 steps skipped in a row"):
+            amp.check(history[-1], told=3)
+        acted_on = optax.tree.set(history[-1], fault=jnp.int32(0))
+        with pytest.warns(polyamp.SkippedStepWarning, match="3 steps"):
+            assert amp.check(acted_on, told=3) == 6
 
     def test_wrong_use_is_named(self):
         inner = optax.adam(1e-2)
@@ -320,8 +324,10 @@ class TestErrors:
             amp.scaler_state(twice.init(PARAMS))
         with pytest.raises(polyamp.RuleError, match='skip must be "cond" or "select"'):
             amp.loss_scaled(inner, skip="where")
-        with pytest.raises(polyamp.RuleError):
+        with pytest.raises(polyamp.RuleError, match="did you mean 'torch'"):
             amp.loss_scaled(inner, "torhc")
+        with pytest.raises(TypeError, match="needs an optax transformation"):
+            amp.loss_scaled(0.1)
 
 
 @pytest.mark.usefixtures("strict_promotion")
