@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+import polyamp
 import polyamp.jax as amp
 
 PARAMS = {"w": jnp.ones((4, 4)), "b": jnp.zeros(4)}
@@ -30,12 +33,26 @@ OPTIMIZERS = {
 
 
 def loss_fn(params, x, bad=0.0):
-    """Squared error of a linear map, plus `bad` times the sum of the weights."""
-    return jnp.mean((x @ params["w"] + params["b"] - 3.0) ** 2) + bad * jnp.sum(params["w"])
+    """Squared error of a linear map of `x + bad`.
+
+    The gradients come out of products and sums, as a model's do: what is computed last is not
+    contracted into the optimizer's arithmetic, where it would round otherwise.
+    """
+    return jnp.mean(((x + bad) @ params["w"] + params["b"] - 3.0) ** 2)
 
 
-def run(tx, bads, params=PARAMS, stepped=True):
-    """(params, opt_state, states after each step) of jitted steps, `bads` added to the loss."""
+START = polyamp.Dynamic(init_scale=2.0**13)
+
+
+@functools.cache
+def scaled(name):
+    """`loss_scaled` of one of `OPTIMIZERS` under `START`."""
+    return amp.loss_scaled(OPTIMIZERS[name](), START)
+
+
+@functools.cache
+def stepper(tx, stepped):
+    """(params, opt_state, bad) -> the next ones and the loss, jitted."""
 
     @jax.jit
     def one(params, opt_state, bad):
@@ -45,8 +62,14 @@ def run(tx, bads, params=PARAMS, stepped=True):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    opt_state = tx.init(params)
-    history = []
+    return one
+
+
+def run(tx, bads, stepped=True, scale=None):
+    """(params, opt_state, states after each step), `bads` added to the batch."""
+    one, params, opt_state, history = stepper(tx, stepped), PARAMS, tx.init(PARAMS), []
+    if scale is not None:
+        opt_state = optax.tree.set(opt_state, loss_scale=jnp.float32(scale))
     for bad in bads:
         params, opt_state, _ = one(params, opt_state, jnp.float32(bad))
         history.append(opt_state)
@@ -54,30 +77,24 @@ def run(tx, bads, params=PARAMS, stepped=True):
     return params, opt_state, history
 
 
-def plain(inner, steps, stepped=None):
+def plain(inner, steps, whole=True):
     """(params, opt_state) without loss scaling.
 
-    With `stepped` True or False the update is in a conditional as `step` or `update` of
-    `loss_scaled` have it: XLA contracts products and sums of one fusion, so another place for the
-    same arithmetic may round otherwise.
+    With `whole` False updates leave a conditional before they are added, as they leave `update`
+    of `loss_scaled`: XLA contracts an addition to the product before it, and does not there.
     """
 
     def one(params, opt_state, bad):
         _, grads = jax.value_and_grad(loss_fn)(params, X, bad)
-
-        def new():
-            updates, state = inner.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates) if stepped else updates), state
-
-        def old():
-            shapes = params if stepped else jax.tree.map(jnp.zeros_like, params)
-            return shapes, opt_state
-
-        if stepped is None:
+        if whole:
             updates, opt_state = inner.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-        out, opt_state = jax.lax.cond(bad == 0.0, new, old)
-        return (out if stepped else optax.apply_updates(params, out)), opt_state
+        else:
+            updates, opt_state = jax.lax.cond(
+                bad == 0.0,
+                lambda: inner.update(grads, opt_state, params),
+                lambda: (jax.tree.map(jnp.zeros_like, params), opt_state),
+            )
+        return optax.apply_updates(params, updates), opt_state
 
     one = jax.jit(one)
     params, opt_state = PARAMS, inner.init(PARAMS)
