@@ -22,7 +22,13 @@ def _torch() -> tuple[Convert, Convert]:
     return (lambda a: torch.from_numpy(np.array(a)), lambda t: t.detach().cpu().numpy())
 
 
-ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {"torch": _torch}
+def _jax() -> tuple[Convert, Convert]:
+    import jax.numpy as jnp
+
+    return jnp.asarray, np.asarray
+
+
+ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {"jax": _jax, "torch": _torch}
 """For each framework: from numpy, to numpy."""
 
 

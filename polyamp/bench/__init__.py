@@ -75,6 +75,12 @@ BENCHES: dict[str, Bench] = {
         "clip_and_step + update beside torch's four calls, and beside no scaler",
         needs="torch",
     ),
+    "jax-step": Bench(
+        "polyamp_jax._bench",
+        "jax_step",
+        "a training step with loss scaling beside flax's and jmp's, over the plain one",
+        needs="jax",
+    ),
 }
 """Every bench by its name on the command line."""
 

@@ -1,0 +1,96 @@
+"""value_and_grad with the loss scale as the seed of the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp_jax._cast import unscale
+from polyamp_jax._distributed import vary, varying
+from polyamp_jax._state import scale_of
+
+MIN_SEED_F16, MAX_SEED_F16 = 2.0**-14, 2.0**15
+"""Smallest and largest power of two that float16 holds as a normal number."""
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` whose gradients carry the loss scale of an optimizer state.
+
+    Args:
+        fun: as in `jax.value_and_grad`: gives a real floating 0-d loss, with `has_aux` a pair of
+            it and anything else.
+        argnums: which arguments of `fun` to differentiate.
+        has_aux: see `fun`.
+
+    Returns:
+        A function `(opt_state, *args, **kwargs)` that gives `(loss, grads)` or
+        `((loss, aux), grads)`: the loss as it is, unscaled, in its own dtype; the gradients times
+        the scale in `opt_state` (of `loss_scaled`, wherever it is in there).
+
+    The scale never meets the loss, so it cannot overflow there. A loss in float16 takes
+    no seed above 2**15 (or below 2**-14), and one in bfloat16 only a rounded one: what is missing
+    is multiplied into the gradients, in float32. Let `fun` return float32.
+
+    In `shard_map` the gradients of a loss that differs between devices are each device's own, as in
+    `pmap`, for `loss_scaled(..., axis_name=...)` to average in float32. (`jax.grad` would add them
+    up, in the dtype in which the parameters meet the data.)
+
+    Raises (the function):
+        TypeError: the loss is not a real floating scalar.
+        StateError: no `loss_scale` in `opt_state`.
+    """
+
+    @functools.wraps(fun)
+    def wrapped(opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return seeded(fun, scale_of(opt_state), argnums, has_aux)(*args, **kwargs)
+
+    return wrapped
+
+
+def seeded(
+    fun: Callable[..., Any], scale: Any, argnums: int | Sequence[int], has_aux: bool
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with `scale` (0-d f32) in the place of the seed 1."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def of(*chosen: Any) -> Any:
+            every = list(args)
+            for number, value in zip(numbers, chosen, strict=True):
+                every[number] = value
+            return fun(*every, **kwargs)
+
+        vjp_of: Any = jax.vjp
+        chosen = tuple(args[number] for number in numbers)
+        loss, vjp, *aux = vjp_of(of, *chosen, has_aux=has_aux)
+        seed, rest = _seed(loss, scale)
+        if axes := varying(loss):
+            loss, vjp, *aux = vjp_of(of, *vary(chosen, axes), has_aux=has_aux)
+        grads = vjp(vary(seed, axes))
+        if rest is not None:
+            grads = unscale(grads, rest)
+        value = (loss, *aux) if has_aux else loss
+        return value, grads[0] if isinstance(argnums, int) else grads
+
+    return wrapped
+
+
+def _seed(loss: Any, scale: Any) -> tuple[Any, Any]:
+    """(the seed in the loss's dtype, what it lacks as a factor or None)"""
+    dtype = jnp.result_type(loss)
+    if jnp.shape(loss) != () or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"value_and_grad needs a real floating scalar loss, got shape {jnp.shape(loss)} and"
+            f" dtype {dtype}; take its mean"
+        )
+    if jnp.finfo(dtype).bits >= 32:
+        return scale.astype(dtype), None
+    low, top = (MIN_SEED_F16, MAX_SEED_F16) if dtype == jnp.float16 else (0.0, jnp.inf)
+    seed = jnp.clip(scale, low, top).astype(dtype)
+    return seed, scale / seed.astype(jnp.float32)

@@ -1,0 +1,302 @@
+"""Policies on flax.linen modules.
+
+    init, apply:
+        for every method call of a module inside, by `flax.linen.intercept_methods`:
+            path, policy = the module's scope, the rule for it
+            parameters   -> compute dtype, as `scope.param` hands them out
+            inputs, outputs as `_plan` says
+
+A linen module is a description: its submodules exist while a method runs. So the result of
+`apply` (a clone whose class is a subclass made here) decides while it runs. flax's own layers cast
+their parameters themselves, so they get their `dtype` for the time of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import freeze
+
+from polyamp._errors import PolicyError
+from polyamp._policy import Policy
+from polyamp._policy_map import PolicyMap
+from polyamp_jax._cast import cast
+from polyamp_jax._families import norm_types
+from polyamp_jax._plan import LOW, Applied, Row, decide, in_float32, subclass, warn_of_own
+
+Module = nn.Module
+
+_RULES = "_polyamp_rules"
+_RECORD = "_polyamp_record"
+_PATCHED = "_polyamp_dtype"
+_NORMS = norm_types(nn)
+_CASTING = (
+    *(nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Embed),
+    *(nn.Conv, nn.ConvTranspose, nn.ConvLocal),
+)
+"""Layers that cast their inputs and parameters to their own `dtype`."""
+
+
+class Run:
+    """One run of `init` or `apply`: where it is, and what it met."""
+
+    def __init__(self, rules: PolicyMap, kind: type) -> None:
+        self.rules, self.kind = rules, kind
+        self.wide_norms, self.wide_softmax = (in_float32(rules, f) for f in ("norm", "softmax"))
+        self.stack: list[tuple[str, Policy]] = []
+        self.met: dict[str, Applied] = {}
+        self.kinds: dict[str, str] = {}
+        self.given: dict[str, tuple[str | None, Applied]] = {}
+
+    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        """The interceptor."""
+        module = context.module
+        if _active.get() is not self:
+            return forward(*args, **kwargs)
+        path = ".".join(module.path)
+        region = self.stack[-1][1] if self.stack else None
+        own = _own_dtype(module)
+        norm = self.wide_norms and isinstance(module, _NORMS)
+        holds = not isinstance(module, _CASTING) and _holds_parameters(module)
+        applied = decide(self.rules, path, region, norm=norm, own=own, holds=holds)
+        self._tell_jit(module, path)
+        if own is None and not applied.norm and not isinstance(module, _CASTING):
+            _hand_out(module.scope, applied.compute)
+        inside = bool(self.stack) and self.stack[-1][0] == path
+        if context.method_name == "setup" or inside:
+            return forward(*args, **kwargs)
+        self._note(module, path, applied, own)
+        with self._entered(path, applied.policy), self._prepared(module, applied, own):
+            return applied.run(forward, args, kwargs)
+
+    def _note(self, module: Module, path: str, applied: Applied, own: str | None) -> None:
+        known = self.met.get(path)
+        if known is None or not known.boundary:
+            self.met[path] = applied
+        self.kinds.setdefault(path, type(module).__name__)
+        self.given[path] = own, applied
+
+    def _tell_jit(self, module: Module, path: str) -> None:
+        """Mark the scope, so that flax.linen.jit does not reuse what it traced elsewhere."""
+        scope: Any = module.scope
+        region = str(self.stack[-1][1]) if self.stack else ""
+        scope.flags = freeze({**scope.flags, "polyamp": (str(self.rules), path, region)})
+
+    @contextmanager
+    def _entered(self, path: str, policy: Policy) -> Iterator[None]:
+        self.stack.append((path, policy))
+        try:
+            yield
+        finally:
+            self.stack.pop()
+
+    @contextmanager
+    def _prepared(self, module: Module, applied: Applied, own: str | None) -> Iterator[None]:
+        with ExitStack() as stack:
+            if isinstance(module, _CASTING) and own is None:
+                stack.enter_context(_set(module, "dtype", jnp.dtype(applied.compute)))
+            if (
+                self.wide_softmax
+                and applied.compute in LOW
+                and hasattr(module, "force_fp32_for_softmax")
+            ):
+                stack.enter_context(_set(module, "force_fp32_for_softmax", True))
+            yield
+
+
+_active: ContextVar[Run | None] = ContextVar("polyamp_linen_run", default=None)
+
+
+@contextmanager
+def _set(module: Module, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    object.__setattr__(module, name, value)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, name, before)
+
+
+def _own_dtype(module: Module) -> str | None:
+    """Name of the `dtype` a user gave to a layer of flax; None where it is left open."""
+    if not isinstance(module, (*_CASTING, *_NORMS)):
+        return None
+    dtype = getattr(module, "dtype", None)
+    return None if dtype is None else jnp.dtype(dtype).name
+
+
+def _holds_parameters(module: Module) -> bool:
+    own = module.variables.get("params", {})
+    return any(not isinstance(value, Mapping) for value in own.values())
+
+
+def _hand_out(scope: Any, dtype: str) -> None:
+    """Make a scope hand out parameters in `dtype`; what it stores stays as it is."""
+    if getattr(scope.param, _PATCHED, None) != dtype:
+        scope.param = _Param(type(scope).param, scope, dtype)
+
+
+class _Param:
+    """`Scope.param` of one scope, cast."""
+
+    def __init__(self, param: Callable[..., Any], scope: Any, dtype: str) -> None:
+        self.param, self.scope = param, scope
+        setattr(self, _PATCHED, dtype)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return cast(self.param(self.scope, *args, **kwargs), getattr(self, _PATCHED))
+
+
+def apply(module: Module, rules: PolicyMap) -> Module:
+    """`module` under `rules`: see `polyamp_jax.apply_policy`."""
+    kind: Any = type(module)
+    return _as(module, _subclass(kind, rules))
+
+
+def remove(module: Module) -> Module:
+    """`module` without a policy."""
+    return _as(module, type(module).__bases__[0]) if _rules(module) else module
+
+
+def _as(module: Module, kind: type) -> Module:
+    if module.scope is not None:
+        raise PolicyError(
+            f"{type(module).__name__} is bound to variables; apply the policy to the module before"
+            " bind, and use its apply"
+        )
+    values = {f.name: getattr(module, f.name) for f in fields(module) if f.init}
+    made: Module = kind(**{**values, "parent": None})
+    return made
+
+
+def _rules(module: Module) -> PolicyMap | None:
+    return type(module).__dict__.get(_RULES)
+
+
+@functools.lru_cache(maxsize=256)
+def _subclass(kind: Any, rules: PolicyMap) -> Any:
+    """`kind` with `init` and `apply` under a policy; one class for equal rules."""
+
+    @nn.nowrap
+    def init_with_output(self: Module, *args: Any, **kwargs: Any) -> Any:
+        out, variables = _running(self, rules, kind, "init_with_output", args, kwargs)
+        return out, _stored(variables, getattr(self, _RECORD))
+
+    @nn.nowrap
+    def applied(self: Module, *args: Any, **kwargs: Any) -> Any:
+        return _running(self, rules, kind, "apply", args, kwargs)
+
+    def __post_init__(self: Module) -> None:  # noqa: N807
+        kind.__post_init__(self)
+        run = _active.get()
+        if self.scope is not None and (run is None or run.kind is not kind):
+            raise PolicyError(
+                f"{kind.__name__} has a policy, which only its own init and apply follow; here it"
+                " is bound or part of another module. Apply the policy to the outermost module,"
+                " with a rule for this one"
+            )
+
+    @nn.nowrap
+    def __reduce__(self: Module) -> Any:  # noqa: N807
+        return apply, (remove(self), rules)
+
+    namespace: dict[str, Any] = {
+        "__post_init__": __post_init__,
+        "__reduce__": __reduce__,
+        "__annotations__": {},
+        "init_with_output": init_with_output,
+        "apply": applied,
+        _RULES: rules,
+    }
+    return subclass(kind, namespace)
+
+
+def _running(
+    module: Module, rules: PolicyMap, kind: type[Module], name: str, args: Any, kwargs: Any
+) -> Any:
+    run = Run(rules, kind)
+    token = _active.set(run)
+    try:
+        with nn.intercept_methods(run):
+            out = getattr(kind, name)(module, *args, **kwargs)
+    finally:
+        _active.reset(token)
+    variables = out[1] if name == "init_with_output" else args[0] if args else kwargs["variables"]
+    _finish(module, run, variables, whole=kwargs.get("method") is None)
+    return out
+
+
+def _finish(module: Module, run: Run, variables: Any, whole: bool) -> None:
+    """Keep what was met for `describe`; refuse rules without a module; warn of given dtypes."""
+    record = module.__dict__.get(_RECORD) or Record()
+    record.held.update(_held(variables))
+    record.kinds.update(run.kinds)
+    record.met.update(run.met)
+    for path in record.held:
+        if path not in record.met:
+            parent = run.rules.policy_for(path.rpartition(".")[0])
+            record.met[path] = decide(run.rules, path, parent)
+    object.__setattr__(module, _RECORD, record)
+    if whole:
+        run.rules.check(record.met)
+    warn_of_own(run.given, stacklevel=4)
+
+
+@dataclass
+class Record:
+    """What runs of one module met, by path."""
+
+    met: dict[str, Applied] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    held: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    """Size and dtype of the parameters a module holds itself."""
+
+
+def _params(variables: Any) -> Any:
+    return variables.get("params", {}) if isinstance(variables, Mapping) else {}
+
+
+def _owner(path: tuple[Any, ...]) -> str:
+    """Path of the module that holds a parameter."""
+    keys = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
+    return ".".join(keys[:-1])
+
+
+def _held(variables: Any) -> dict[str, list[tuple[int, str]]]:
+    held: dict[str, list[tuple[int, str]]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_params(variables)):
+        owner = _owner(path)
+        held.setdefault(owner, []).append((leaf.size, leaf.dtype.name))
+        while owner:
+            owner = owner.rpartition(".")[0]
+            held.setdefault(owner, [])
+    return held
+
+
+def _stored(variables: Any, record: Record) -> Any:
+    """The variables of `init` with parameters in the parameter dtype of their module's policy."""
+    if "params" not in variables:
+        return variables
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: cast(leaf, record.met[_owner(path)].params), variables["params"]
+    )
+    return {**variables, "params": params}
+
+
+def rows(module: Module) -> list[Row]:
+    """What `policy_tree` shows, the enclosing modules first; nothing before init or apply ran."""
+    record = module.__dict__.get(_RECORD)
+    if record is None:
+        return [Row("", type(module).__name__, [], None)]
+    return [
+        Row(path, record.kinds.get(path, "?"), record.held.get(path, []), record.met[path])
+        for path in sorted(record.met)
+    ]

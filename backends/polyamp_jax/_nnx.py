@@ -1,0 +1,278 @@
+"""Policies on flax.nnx modules.
+
+    a clone of the model; in it, for every module that can be called:
+        parameters -> the parameter dtype
+        dtype      = the compute dtype, where the module has one that its user left open
+        class      = a subclass whose `__call__` casts inputs, outputs and own parameters, where
+                     something is to be cast
+
+All of it is static data of the clone's graph, so nnx.jit, grad, scan, remat and vmap see the policy
+as a part of the model, and compile anew for another one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+
+from polyamp._errors import PolicyError
+from polyamp._policy_map import PolicyMap
+from polyamp_jax._cast import cast, is_floating
+from polyamp_jax._families import WideSoftmax, norm_types
+from polyamp_jax._plan import (
+    LOW,
+    Applied,
+    Row,
+    in_float32,
+    items,
+    plan,
+    subclass,
+    walk,
+    warn_of_own,
+)
+
+Module = nnx.Module
+
+APPLIED = "polyamp_applied"
+_NORMS = norm_types(nnx)
+_BASE = "_polyamp_base"
+_CONTAINERS = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
+
+
+def apply(model: Module, rules: PolicyMap) -> Module:
+    """`model` under `rules`: see `polyamp_jax.apply_policy`."""
+    wide_norms = in_float32(rules, "norm")
+
+    def look(module: Any) -> dict[str, Any] | None:
+        if not _called(module):
+            return None
+        return {
+            "norm": wide_norms and isinstance(module, _NORMS),
+            "own": _own_dtype(module),
+            "holds": not _is_layer(module) and any(True for _ in _own_params(module)),
+        }
+
+    paths = dict(_walk(model))
+    chosen = _unshared(paths, plan(rules, paths, look))
+    _check_variables(paths, chosen)
+    warn_of_own({path: (_own_dtype(paths[path]), applied) for path, applied in chosen.items()})
+    clone = nnx.clone(model)
+    for path, module in _modules(clone):
+        _adopt(module, chosen[path], in_float32(rules, "softmax"))
+    return clone
+
+
+def remove(model: Module) -> Module:
+    """`model` without a policy: a clone, if it has one."""
+    if not any(APPLIED in vars(module) for _, module in _modules(model)):
+        return model
+    clone = nnx.clone(model)
+    for _, module in _modules(clone):
+        applied = vars(module).get(APPLIED)
+        if applied is None:
+            continue
+        object.__setattr__(module, "__class__", getattr(type(module), _BASE, type(module)))
+        attributes, dtypes = applied.before
+        for name, value in attributes:
+            setattr(module, name, value)
+        for param, dtype in zip(_own_params(module), dtypes, strict=True):
+            _retype(param, dtype)
+        delattr(module, APPLIED)
+    return clone
+
+
+def rows(model: Module) -> list[Row]:
+    """What `policy_tree` shows, the enclosing modules first."""
+    return [
+        Row(
+            path,
+            type(value).__name__,
+            [(p.size, p.dtype.name) for p in _own_params(value)] if _called(value) else [],
+            getattr(value, APPLIED, None),
+        )
+        for path, value in _walk(model)
+    ]
+
+
+def _walk(model: Module) -> Iterator[tuple[str, Any]]:
+    return walk(model, _parts, _called)
+
+
+def _called(value: Any) -> bool:
+    return isinstance(value, Module) and callable(value)
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Module):
+        return [(n, v) for n, v in vars(value).items() if not n.startswith("_pytree__")]
+    return items(value)
+
+
+def _modules(model: Module) -> Iterator[tuple[str, Module]]:
+    """Every module that can be called, once, under its first path."""
+    seen = set()
+    for path, module in _walk(model):
+        if _called(module) and id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+
+
+def _unshared(paths: Mapping[str, Any], decided: Mapping[str, Applied]) -> dict[str, Applied]:
+    """The decision for each module by its first path.
+
+    Raises:
+        PolicyError: a module has two paths with different policies.
+    """
+    first: dict[int, str] = {}
+    chosen: dict[str, Applied] = {}
+    for path, applied in decided.items():
+        home = first.setdefault(id(paths[path]), path)
+        known = chosen.setdefault(home, applied)
+        if known.policy != applied.policy:
+            raise PolicyError(
+                f"{home or 'the model'} and {path} are one shared module with two policies,"
+                f" {known.policy} and {applied.policy}; give it one rule that matches both paths"
+            )
+        if applied.boundary and (not known.boundary or len(applied.outputs) > len(known.outputs)):
+            chosen[home] = applied
+    return chosen
+
+
+def _check_variables(paths: Mapping[str, Any], chosen: Mapping[str, Applied]) -> None:
+    """Refuse a parameter that two modules want in different dtypes."""
+    wanted: dict[int, tuple[str, str]] = {}
+    for path, applied in chosen.items():
+        for param in _own_params(paths[path]):
+            first, dtype = wanted.setdefault(id(param), (path, applied.params))
+            if dtype != applied.params:
+                raise PolicyError(
+                    f"{first or 'the model'} and {path or 'the model'} share one tied parameter,"
+                    f" wanted in {dtype} and {applied.params}; give both modules policies with the"
+                    " same params="
+                )
+
+
+def _own_params(module: Any) -> Iterator[Any]:
+    """The floating parameters a module holds itself, in containers too."""
+    for name, value in _parts(module):
+        if name != APPLIED:
+            yield from (v for v in _leaves(value) if _is_param(v))
+
+
+def _leaves(value: Any) -> list[Any]:
+    return jax.tree.leaves(value, is_leaf=_is_leaf)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, nnx.Variable) or (
+        isinstance(value, Module) and not isinstance(value, _CONTAINERS)
+    )
+
+
+def _is_param(value: Any) -> bool:
+    return isinstance(value, nnx.Param) and is_floating(value.get_raw_value())
+
+
+def _is_layer(module: Module) -> bool:
+    """Whether the module is a layer of flax's own, which casts what it uses to its `dtype`."""
+    ours = any(kind.__module__.startswith("flax.nnx.nn") for kind in type(module).__mro__)
+    return ours and hasattr(module, "dtype")
+
+
+def _own_dtype(module: Any) -> str | None:
+    """Name of the `dtype` a user gave to a layer of flax; None where it is left open.
+
+    Embed makes an open one its table's.
+    """
+    dtype = module.dtype if _is_layer(module) else None
+    default = module.embedding.dtype if isinstance(module, nnx.Embed) else None
+    return None if dtype is None or dtype == default else jnp.dtype(dtype).name
+
+
+def _retype(param: Any, dtype: str) -> None:
+    value = param.get_raw_value()
+    if value.dtype.name != dtype:
+        param.set_raw_value(cast(value, dtype))
+
+
+def _adopt(module: Any, applied: Applied, wide_softmax: bool) -> None:
+    """Make one module of the clone follow its decision."""
+    new: dict[str, Any] = {}
+    if _is_layer(module) and _own_dtype(module) is None:
+        new["dtype"] = jnp.dtype(applied.compute)
+    if (
+        wide_softmax
+        and applied.compute in LOW
+        and getattr(module, "attention_fn", None) is nnx.dot_product_attention
+    ):
+        new["attention_fn"] = WideSoftmax(nnx.dot_product_attention)
+    params = list(_own_params(module))
+    before = tuple((name, getattr(module, name)) for name in new)
+    applied.before = (before, tuple(p.dtype.name for p in params))
+    for name, value in new.items():
+        setattr(module, name, value)
+    for param in params:
+        _retype(param, applied.params)
+    setattr(module, APPLIED, applied)
+    if applied.inputs or applied.outputs:
+        kind: Any = type(module)
+        object.__setattr__(module, "__class__", _subclass(kind))
+
+
+@functools.cache
+def _subclass(kind: Any) -> Any:
+    """`kind` with a `__call__` under the policy that the instance carries."""
+
+    @functools.wraps(kind.__call__)
+    def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        applied = vars(self)[APPLIED]
+        forward = functools.partial(kind.__call__, self)
+        if applied.norm or _is_layer(self):
+            return applied.run(forward, args, kwargs)
+        with _narrowed(self, applied.compute):
+            return applied.run(forward, args, kwargs)
+
+    def __reduce__(self: Any) -> Any:  # noqa: N807
+        return _blank, (kind,), self.__getstate__()
+
+    namespace: dict[str, Any] = {
+        "__call__": __call__,
+        "__reduce__": __reduce__,
+        _BASE: kind,
+    }
+    known = hasattr(kind, "_pytree__is_pytree")
+    return subclass(kind, namespace, **({"pytree": kind._pytree__is_pytree} if known else {}))
+
+
+def _blank(kind: Any) -> Module:
+    """An empty instance for unpickling."""
+    blank: Module = object.__new__(_subclass(kind))
+    return blank
+
+
+@contextmanager
+def _narrowed(module: Module, dtype: str) -> Iterator[None]:
+    """While open, the module's own parameters are copies in `dtype`."""
+    before = {
+        name: value
+        for name, value in vars(module).items()
+        if name != APPLIED and any(_is_param(leaf) for leaf in _leaves(value))
+    }
+    for name, value in before.items():
+        copies = jax.tree.map(lambda leaf: _copy(leaf, dtype), value, is_leaf=_is_leaf)
+        object.__setattr__(module, name, copies)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+def _copy(leaf: Any, dtype: str) -> Any:
+    return leaf.replace(cast(leaf.get_raw_value(), dtype)) if _is_param(leaf) else leaf

@@ -1,0 +1,84 @@
+"""The array functions of a transition (`polyamp.Namespace`) on JAX arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp._xp import Kind
+
+Array = jax.Array
+
+_DTYPES = {"f32": jnp.float32, "i32": jnp.int32}
+
+
+class Ops:
+    """`polyamp.Namespace` over 0-d arrays, traced or not."""
+
+    minimum = staticmethod(jnp.minimum)
+    maximum = staticmethod(jnp.maximum)
+    isfinite = staticmethod(jnp.isfinite)
+    logical_not = staticmethod(jnp.logical_not)
+    logical_or = staticmethod(jnp.logical_or)
+    multiply = staticmethod(jnp.multiply)
+    left_shift = staticmethod(jnp.left_shift)
+    right_shift = staticmethod(jnp.right_shift)
+    max = staticmethod(jnp.max)
+
+    def where(self, condition: Any, yes: Any, no: Any) -> Array:
+        """`yes` where `condition`, else `no`."""
+        return jnp.where(condition, yes, no)
+
+    def c(self, value: float, kind: Kind) -> Array:
+        """A typed 0-d constant."""
+        return jnp.asarray(value, _DTYPES[kind])
+
+    def bits(self, a: Array) -> Array:
+        """The bits of an f32 as i32."""
+        return jax.lax.bitcast_convert_type(a, jnp.int32)
+
+    def from_bits(self, a: Array) -> Array:
+        """The f32 whose bits an i32 holds."""
+        return jax.lax.bitcast_convert_type(a, jnp.float32)
+
+    def as_f32(self, a: Array) -> Array:
+        """An i32 as f32."""
+        return a.astype(jnp.float32)
+
+    def arange(self, count: int) -> Array:
+        """i32 array 0 .. count - 1."""
+        return jnp.arange(count, dtype=jnp.int32)
+
+
+xp = Ops()
+"""The namespace on JAX's default device."""
+
+
+def compiled(fn: Any) -> Any:
+    """`fn` under jax.jit."""
+    return jax.jit(fn)
+
+
+def devices() -> list[str]:
+    """Names of the usable devices, "cpu" first, e.g. ["cpu", "cuda:0"]."""
+    return list(devices_by_name())
+
+
+def devices_by_name() -> dict[str, jax.Device]:
+    """JAX's devices by the names of `devices`."""
+    cpu = {"cpu": jax.devices("cpu")[0]}
+    others = [device for device in jax.devices() if device.platform != "cpu"]
+    return {**cpu, **{f"{_NAMES.get(d.platform, d.platform)}:{d.id}": d for d in others}}
+
+
+_NAMES = {"gpu": "cuda"}
+
+
+def select(flag: Any, new: Any, old: Any) -> Any:
+    """`new` where `flag` (bool or 0-d bool array) is true, else `old`; any pytree.
+
+    A select, not a product: NaN in the branch not taken does no harm.
+    """
+    return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)

@@ -1,0 +1,118 @@
+"""Reading a loss scaler's state out of an optimizer state, saving it, acting on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp._errors import StateError
+from polyamp._interchange import scaler_from_dict, scaler_to_dict
+from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
+from polyamp._state import decision as decided
+
+Array = jax.Array
+
+
+def scaler_state(opt_state: Any) -> ScalerState:
+    """The loss scaler's state in an optimizer state of `loss_scaled`, wherever it is in there.
+
+    Raises:
+        StateError: there is none, or more than one.
+    """
+    found = [leaf for leaf in jax.tree.leaves(opt_state, is_leaf=_is_scaler) if _is_scaler(leaf)]
+    if len(found) != 1:
+        raise StateError(
+            f"expected an optimizer state with one loss scaler in it, found {len(found)}: wrap the"
+            " optimizer once, amp.loss_scaled(optimizer), and pass the state of its init"
+        )
+    return ScalerState(*(jax.tree.map(_array, field) for field in found[0]))
+
+
+def _is_scaler(value: Any) -> bool:
+    return isinstance(value, ScalerState)
+
+
+def _array(value: Any) -> Any:
+    """The array in a variable of nnx."""
+    return value.get_value() if hasattr(value, "get_value") else value
+
+
+def scale_of(opt_state: Any) -> Array:
+    """The loss scale in an optimizer state: 0-d f32."""
+    return jnp.asarray(scaler_state(opt_state).loss_scale, jnp.float32)
+
+
+def decision(old: Any, new: Any) -> Decision:
+    """What happened between two optimizer states one step apart: scale, applied, reason."""
+    return decided(scaler_state(old), scaler_state(new))
+
+
+def check(opt_state: Any, told: int = 0) -> int:
+    """Report what happened since the last look: warn of skips, raise faults; waits for the device.
+
+        told = 0
+        for number, batch in enumerate(batches):
+            params, opt_state = train_step(params, opt_state, batch)
+            if number % 100 == 0:
+                told = amp.check(opt_state, told)
+
+    A fault stays in the state until it is cleared:
+    `optax.tree.set(opt_state, fault=jnp.int32(0))`.
+
+    Args:
+        opt_state: of `loss_scaled`.
+        told: what the last call returned.
+
+    Returns:
+        The number of steps skipped so far.
+
+    Raises:
+        ScaleFloorError: the rule gave up.
+        StateError: no loss scaler in `opt_state`.
+    """
+    state = jax.device_get(scaler_state(opt_state))
+    raise_on_fault(state)
+    skipped, scale = int(state.skipped), float(state.loss_scale)
+    if skipped - told > 1:
+        warn_of_skips(skipped - told, scale)
+    elif skipped > told:
+        warn_on_skip(max(int(state.skipped_in_a_row), 1), scale)
+    return skipped
+
+
+def to_dict(tx: Any, opt_state: Any) -> dict[str, Any]:
+    """Rule and state of the loss scaler as a JSON-ready dict; the inner state is not in it.
+
+    Args:
+        tx: what `loss_scaled` returned.
+        opt_state: of `tx`; its arrays are read.
+    """
+    return scaler_to_dict(tx.rule, scaler_state(opt_state))
+
+
+def from_dict(tx: Any, opt_state: Any, data: Any) -> Any:
+    """`opt_state` with the loss scaler's state that `to_dict` wrote, in any framework.
+
+    Raises:
+        StateError: not such a dict, or of another rule than that of `tx`.
+    """
+    rule, state = scaler_from_dict(data)
+    if rule != tx.rule:
+        raise StateError(
+            f"saved under the rule {rule!r}, but the optimizer has {tx.rule!r}: make it with"
+            " loss_scaled(..., rule=) of the saved one"
+        )
+    new = typed(state)
+    return jax.tree.map(
+        lambda leaf: new if _is_scaler(leaf) else leaf, opt_state, is_leaf=_is_scaler
+    )
+
+
+def typed(state: ScalerState) -> ScalerState:
+    """`state`, in numbers of any type, as 0-d f32 and i32 arrays."""
+    counts = ScalerState._fields[1:-1]
+    head = {name: jnp.asarray(getattr(state, name), jnp.int32) for name in counts}
+    memory = tuple(jnp.asarray(value, jnp.int32) for value in state.memory)
+    return ScalerState(jnp.asarray(state.loss_scale, jnp.float32), **head, memory=memory)
