@@ -28,6 +28,17 @@ def test_torch_two_towers(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("image: Sequential  float32 -> float16 -> float32" in line for line in tree)
 
 
+def test_jax_train(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("flax", reason="the example is about JAX and flax")
+    runpy.run_path(str(EXAMPLES / "jax_train.py"))["main"](40)
+    lines = capsys.readouterr().out.splitlines()
+    names = ["train_linen", "train_nnx_optimizer", "train_nnx_pytrees"]
+    assert [line.split(":")[0] for line in lines] == names
+    for line in lines:
+        first, last = map(float, line.split("loss ")[1].split(" -> "))
+        assert last < 0.4 * first
+
+
 def test_every_example_is_tested() -> None:
     source = Path(__file__).read_text()
     assert [p.name for p in EXAMPLES.glob("*.py") if p.name not in source] == []

@@ -20,8 +20,9 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = blocks(page)
-    if any("torch" in block for block in code):
-        pytest.importorskip("torch", reason=f"{page.name} shows PyTorch")
+    for framework in ("torch", "jax", "flax"):
+        if any(f"import {framework}" in block or f"from {framework}" in block for block in code):
+            pytest.importorskip(framework, reason=f"{page.name} shows it")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page.stem}
     for number, block in enumerate(code, 1):
@@ -42,7 +43,7 @@ def test_links_lead_somewhere() -> None:
 def test_the_two_commands() -> None:
     text = (ROOT / "README.md").read_text()
     install = "python3 -m venv .venv && .venv/bin/pip install -c .ci/constraints.txt -e"
-    assert f'{install} ".[torch,demo]" && .venv/bin/polyamp demo\n' in text
+    assert f'{install} ".[all]" && .venv/bin/polyamp demo\n' in text
     assert f'{install} ".[all,test]" && .venv/bin/pytest\n' in text
     assert (
         r"grep -m1 -E '^python3 -m venv \.venv .*/pytest$' README.md"

@@ -123,6 +123,10 @@ def lines_under(rows: Sequence[Row]) -> list[str]:
             "saved for backward: bytes kept from one micro-batch's forward pass until its "
             "backward pass, parameters left out."
         )
+    if "step temporaries" in kinds:
+        lines.append(
+            "step temporaries: memory that the compiled step takes beyond what goes in and comes out."
+        )
     return lines + slower_on_cpu(rows)
 
 
