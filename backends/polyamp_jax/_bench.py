@@ -104,7 +104,9 @@ def _jmp() -> Way:
 
     tx = optimizer()
 
-    def train(params: Any, opt_state: Any, scaler: Any, x: Any, labels: Any) -> Any:
+    def train(params: Any, opt_state: Any, numbers: Any, x: Any, labels: Any) -> Any:
+        scaler = jmp.DynamicLossScale(*numbers)  # jmp 0.0.4's own pytree cannot be lowered
+
         def scaled_loss(params: Any) -> tuple[Any, Any]:
             loss = loss_of(params, x, labels)
             return scaler.scale(loss), loss
@@ -116,9 +118,10 @@ def _jmp() -> Way:
         new = optax.apply_updates(params, updates)
         params = jmp.select_tree(finite, new, params)
         opt_state = jmp.select_tree(finite, new_state, opt_state)
-        return params, opt_state, scaler.adjust(finite), loss
+        scaler = scaler.adjust(finite)
+        return params, opt_state, (scaler.loss_scale, scaler.counter), loss
 
-    return Way(train, tx, jmp.DynamicLossScale(jnp.float32(2.0**15)))
+    return Way(train, tx, (jnp.float32(2.0**15), jnp.int32(0)))
 
 
 def temporary(compiled: Any) -> float:
