@@ -125,7 +125,7 @@ def lines_under(rows: Sequence[Row]) -> list[str]:
         )
     if "step temporaries" in kinds:
         lines.append(
-            "step temporaries: memory that the compiled step takes beyond what goes in and comes out."
+            "step temporaries: memory that the compiled step needs beside its inputs and outputs."
         )
     return lines + slower_on_cpu(rows)
 
