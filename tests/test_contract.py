@@ -22,7 +22,16 @@ def _torch() -> tuple[Convert, Convert]:
     return (lambda a: torch.from_numpy(np.array(a)), lambda t: t.detach().cpu().numpy())
 
 
-ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {"torch": _torch}
+def _tensorflow() -> tuple[Convert, Convert]:
+    import tensorflow as tf
+
+    return (tf.constant, np.asarray)
+
+
+ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {
+    "tensorflow": _tensorflow,
+    "torch": _torch,
+}
 """For each framework: from numpy, to numpy."""
 
 
