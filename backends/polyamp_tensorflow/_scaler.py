@@ -178,7 +178,8 @@ class LossScaler(tf.Module):  # type: ignore[misc]
         _check_optimizer(optimizer, variables)
         replica = self._replica()
         if not getattr(optimizer, "built", True):
-            optimizer.build(variables)
+            with tf.init_scope():
+                optimizer.build(variables)
 
         def update(grads: Sequence[Any], scale: tf.Tensor) -> None:
             ready: Iterable[Any] = self._unscaled(grads, scale)
