@@ -75,6 +75,12 @@ BENCHES: dict[str, Bench] = {
         "clip_and_step + update beside torch's four calls, and beside no scaler",
         needs="torch",
     ),
+    "tensorflow-step": Bench(
+        "polyamp_tensorflow._bench",
+        "tensorflow_step",
+        "a GradientTape step with LossScaler beside the same without scaling",
+        needs="tensorflow",
+    ),
 }
 """Every bench by its name on the command line."""
 
