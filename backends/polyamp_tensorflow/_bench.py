@@ -30,7 +30,7 @@ RATIO_LIMIT = 1.05
 
 WIDTHS = (784, 1024, 1024, 10)
 """Of the perceptron's layers: 1,863,690 parameters."""
-BATCH = 32
+BATCHES = (32, 128)
 _LR = 1e-5  # parameters stay where they are, near enough
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -38,7 +38,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: tf.keras.optimizers.Adam(_LR),
 }
 MODES = {"graph": False, "xla": True}
-KINDS = [f"{optimizer} {mode}" for optimizer in OPTIMIZERS for mode in MODES]
+KINDS = [f"{name} {mode} {batch}" for name in OPTIMIZERS for mode in MODES for batch in BATCHES]
+"""Optimizer, mode and batch size."""
 
 
 class Problem:
@@ -48,14 +49,15 @@ class Problem:
     update, and so the same kernels run on the same memory whichever step it is.
     """
 
-    def __init__(self, optimizer: str, mode: str, widths: tuple[int, ...], batch: int) -> None:
+    def __init__(self, kind: str, widths: tuple[int, ...] = WIDTHS) -> None:
+        optimizer, mode, batch = kind.split()
         tf.keras.utils.set_random_seed(0)
         first, *hidden, classes = widths
         dense = [tf.keras.layers.Dense(width, activation="relu") for width in hidden]
         layers = [tf.keras.Input((first,)), *dense, tf.keras.layers.Dense(classes)]
         self.model = tf.keras.Sequential(layers)
-        self.x = tf.random.normal((batch, first))
-        self.y = tf.random.uniform((batch,), maxval=classes, dtype=tf.int32)
+        self.x = tf.random.normal((int(batch), first))
+        self.y = tf.random.uniform((int(batch),), maxval=classes, dtype=tf.int32)
         self.loss_fn = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self.optimizer = OPTIMIZERS[optimizer]()
         self.optimizer.build(self.model.trainable_variables)
@@ -93,7 +95,7 @@ class Problem:
 
 def tensorflow_step(quick: bool, tell: Tell) -> Report:
     """Measure each optimizer, in a graph and under XLA, in a process of its own."""
-    rounds = 100 if quick else 600
+    rounds = 100 if quick else 400
     rows: list[Row] = []
     for kind in KINDS:
         tell(f"tensorflow-step: {kind}, {rounds} rounds of three loops")
@@ -106,7 +108,8 @@ def tensorflow_step(quick: bool, tell: Tell) -> Report:
         "polyamp": polyamp.__version__,
     }
     notes = (
-        f"A training step of a perceptron of 1.9M parameters, batch {BATCH}, in one tf.function.",
+        "A training step of a perceptron of 1.9M parameters in one tf.function; the last number of"
+        " a name is the batch size.",
         "ratio: median paired time of the step with LossScaler over the same step without scaling,"
         " divided by the same of a second step without scaling, which is the peer; low and high:"
         " its 95 % interval.",
@@ -115,11 +118,9 @@ def tensorflow_step(quick: bool, tell: Tell) -> Report:
     return Report("tensorflow-step", device, versions, rows, notes)
 
 
-def measure(
-    kind: str, rounds: int, widths: tuple[int, ...] = WIDTHS, batch: int = BATCH
-) -> list[Row]:
+def measure(kind: str, rounds: int, widths: tuple[int, ...] = WIDTHS) -> list[Row]:
     """Milliseconds and the corrected ratio with its interval, three loops over one problem."""
-    problem = Problem(*kind.split(), widths, batch)
+    problem = Problem(kind, widths)
     scalers = {"plain": None, "plain again": None, "polyamp": LossScaler("keras")}
     cases = {who: problem.case(scaler) for who, scaler in scalers.items()}
     times = interleaved(cases, rounds, warmup=5)
