@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -73,3 +75,29 @@ def applied(decision: Any) -> bool:
 
 def numbers(value: Any) -> Any:
     return np.asarray(value).tolist()
+
+
+def vector(*values: Any, dtype: Any = tf.float32) -> tf.Tensor:
+    return tf.constant(values, dtype)
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> Any:
+    """How a step is run."""
+    return MODES[request.param]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Neither autograph nor retracing has anything to complain of."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "retracing" not in record.msg)  # counts functions by name
+    loggers = [tf.get_logger(), logging.getLogger("absl")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield
+    for logger in loggers:
+        logger.removeHandler(handler)
+    assert said == []
