@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,7 +96,7 @@ def _yes() -> tf.Tensor:
 
 
 def _all(verdicts: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.reduce_all(tf.stack(verdicts)) if verdicts else _yes()
+    return functools.reduce(tf.logical_and, verdicts) if verdicts else _yes()
 
 
 def _closely(part: Part, scale: tf.Tensor) -> tf.Tensor:
