@@ -28,7 +28,17 @@ def _jax() -> tuple[Convert, Convert]:
     return jnp.asarray, np.asarray
 
 
-ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {"jax": _jax, "torch": _torch}
+def _tensorflow() -> tuple[Convert, Convert]:
+    import tensorflow as tf
+
+    return (tf.constant, np.asarray)
+
+
+ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {
+    "jax": _jax,
+    "tensorflow": _tensorflow,
+    "torch": _torch,
+}
 """For each framework: from numpy, to numpy."""
 
 

@@ -81,6 +81,12 @@ BENCHES: dict[str, Bench] = {
         "a training step with loss scaling beside flax's and jmp's, over the plain one",
         needs="jax",
     ),
+    "tensorflow-step": Bench(
+        "polyamp_tensorflow._bench",
+        "tensorflow_step",
+        "a GradientTape step with LossScaler beside the same without scaling",
+        needs="tensorflow",
+    ),
 }
 """Every bench by its name on the command line."""
 
