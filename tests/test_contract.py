@@ -22,7 +22,18 @@ def _torch() -> tuple[Convert, Convert]:
     return (lambda a: torch.from_numpy(np.array(a)), lambda t: t.detach().cpu().numpy())
 
 
-ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {"torch": _torch}
+def _keras() -> tuple[Convert, Convert]:
+    from keras import ops
+
+    def to_numpy(tensor: Any) -> Any:
+        if hasattr(tensor, "detach"):
+            tensor = tensor.detach().cpu()
+        return tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+
+    return (lambda a: ops.convert_to_tensor(a, dtype=str(a.dtype)), to_numpy)
+
+
+ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {"torch": _torch, "keras": _keras}
 """For each framework: from numpy, to numpy."""
 
 
