@@ -11,8 +11,11 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from polyamp_keras._callbacks import CheckScaling as CheckScaling
 from polyamp_keras._cast import cast as cast
 from polyamp_keras._cast import unscale as unscale
+from polyamp_keras._compile import compile as compile
+from polyamp_keras._compile import load_model as load_model
 from polyamp_keras._distributed import reduce as reduce
 from polyamp_keras._inspect import inspect as inspect
 from polyamp_keras._ops import compiled as compiled

@@ -110,6 +110,15 @@ def traced() -> bool:
     return False
 
 
+def read(variable: Any) -> Any:
+    """The value of a Keras variable now, whatever is assigned later; on torch the tensor itself."""
+    if FRAMEWORK == "tensorflow":
+        import tensorflow as tf
+
+        return tf.convert_to_tensor(variable.value)
+    return variable.value
+
+
 def number(tensor: Any) -> Any:
     """A 0-d tensor as a Python number; waits for the device."""
     return (tensor.numpy() if FRAMEWORK == "tensorflow" else tensor).item()

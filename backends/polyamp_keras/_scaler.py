@@ -17,7 +17,7 @@ from polyamp._state import ScalerState, raise_on_fault, warn_of_skips, warn_on_s
 from polyamp_keras import _state
 from polyamp_keras._arguments import check_epsilon, rule_from
 from polyamp_keras._cast import unscale, wide
-from polyamp_keras._ops import FRAMEWORK, baked
+from polyamp_keras._ops import FRAMEWORK, baked, read
 from polyamp_keras._stepping import step
 
 _Keras = keras.optimizers.LossScaleOptimizer
@@ -98,6 +98,7 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc]
     @property
     def initial_scale(self) -> float:
         """Scale before the first step. Setting it changes the rule, not the scale in force."""
+        self._loss_scaled = True
         return self._rule.init_scale  # type: ignore[no-any-return]
 
     @initial_scale.setter
@@ -122,8 +123,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc]
 
     @property
     def scale(self) -> Any:
-        """Variable, f32, 0-d: what the next loss is multiplied by."""
-        self._loss_scaled = True  # somebody may scale by hand
+        """Variable, f32, 0-d: what the next loss is multiplied by, here or by hand."""
+        self._loss_scaled = True
         return self._state.loss_scale
 
     @property
@@ -210,8 +211,7 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc]
 
     def unscale(self, grads: Iterable[Any]) -> list[Any]:
         """The true gradients, to look at; `apply` itself takes them as they came."""
-        scale = ops.convert_to_tensor(self._state.loss_scale)
-        return unscale(grads, 1.0 / scale)
+        return unscale(grads, 1.0 / read(self._state.loss_scale))
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Unscale the gradients and apply them, or skip the step.

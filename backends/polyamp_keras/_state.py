@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from keras import ops
 from keras.initializers import Constant
 
 from polyamp._scaling import Rule
 from polyamp._state import ScalerState
 from polyamp._xp import host
-from polyamp_keras._ops import number
+from polyamp_keras._ops import number, read
 
 _NAMES = {"loss_scale": "dynamic_scale", "clean": "step_counter"}
 """Names that Keras' own LossScaleOptimizer gives to two of the variables."""
@@ -37,8 +36,7 @@ def make_variables(optimizer: Any, rule: Rule) -> ScalerState:
 def tensors(variables: ScalerState) -> ScalerState:
     """The state as tensors, fit for a traced transition."""
     *head, memory = variables
-    read = [ops.convert_to_tensor(v) for v in head]
-    return ScalerState(*read, tuple(ops.convert_to_tensor(v) for v in memory))
+    return ScalerState(*(read(v) for v in head), tuple(read(v) for v in memory))
 
 
 def numbers(variables: ScalerState) -> ScalerState:

@@ -20,7 +20,7 @@ from polyamp_keras import _state
 from polyamp_keras._cast import unscale
 from polyamp_keras._distributed import cross_replica, first_local, reduce, replica_context
 from polyamp_keras._inspect import inspect
-from polyamp_keras._ops import FRAMEWORK, cond, traced, xp
+from polyamp_keras._ops import FRAMEWORK, cond, read, traced, xp
 
 
 def step(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -64,7 +64,7 @@ def _together(
     optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], context: Any
 ) -> None:
     """The step of one of several TensorFlow replicas."""
-    scale = ops.convert_to_tensor(optimizer._state.loss_scale)
+    scale = read(optimizer._state.loss_scale)
     signal = reduce(_measure(optimizer, grads, variables, scale), context)
 
     def go(grads: Sequence[Any], scale: Any) -> None:
