@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -20,6 +20,8 @@ if FRAMEWORK not in ("tensorflow", "jax", "torch"):
         f"Keras runs on {FRAMEWORK!r} here, which does not train; set the environment variable"
         " KERAS_BACKEND to tensorflow, jax or torch before the first import of keras"
     )
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _DTYPES = {"f32": "float32", "i32": "int32"}
 
@@ -62,6 +64,15 @@ class Ops:
 
 xp = Ops()
 """The namespace on the Keras backend's default device."""
+
+
+def unconverted(fn: F) -> F:
+    """Decorator: TensorFlow's autograph leaves `fn` and what it calls as they are."""
+    if FRAMEWORK != "tensorflow":
+        return fn
+    import tensorflow as tf
+
+    return tf.autograph.experimental.do_not_convert(fn)  # type: ignore[no-any-return]
 
 
 def compiled(fn: Any) -> Any:

@@ -17,7 +17,7 @@ from polyamp._state import ScalerState, raise_on_fault, warn_of_skips, warn_on_s
 from polyamp_keras import _state
 from polyamp_keras._arguments import check_epsilon, rule_from
 from polyamp_keras._cast import unscale, wide
-from polyamp_keras._ops import FRAMEWORK, baked, read
+from polyamp_keras._ops import FRAMEWORK, baked, read, unconverted
 from polyamp_keras._stepping import step
 
 _Keras = keras.optimizers.LossScaleOptimizer
@@ -180,6 +180,7 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc]
 
     # Scaling and stepping.
 
+    @unconverted
     def scale_loss(self, loss: Any) -> Any:
         """`loss` times the scale, in float32 (float64 where the loss is).
 
@@ -209,10 +210,12 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc]
         with keras.StatelessScope(list(zip(self.variables, optimizer_variables, strict=True))):
             return self.scale_loss(loss)
 
+    @unconverted
     def unscale(self, grads: Iterable[Any]) -> list[Any]:
         """The true gradients, to look at; `apply` itself takes them as they came."""
         return unscale(grads, 1.0 / read(self._state.loss_scale))
 
+    @unconverted
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Unscale the gradients and apply them, or skip the step.
 
@@ -285,8 +288,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc]
         Its arguments are not changed, on torch neither. Raises as Keras' does.
         """
         if FRAMEWORK == "torch":  # whose optimizers write into the tensors of the scope
-            optimizer_variables = [ops.copy(v) for v in optimizer_variables]
-            trainable_variables = [ops.copy(v) for v in trainable_variables]
+            optimizer_variables = [_twin(v) for v in optimizer_variables]
+            trainable_variables = [_twin(v) for v in trainable_variables]
         result = super(_Keras, self).stateless_apply(
             optimizer_variables, grads, trainable_variables
         )
@@ -354,3 +357,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc]
         _state.write(made._state, state)
         made._told = state.skipped
         return made
+
+
+def _twin(tensor: Any) -> Any:
+    value = ops.convert_to_tensor(tensor)
+    return value.detach().clone().requires_grad_(value.requires_grad)

@@ -42,5 +42,6 @@ def _gradient(loss: Any, variable: Any) -> Any:
         import jax
 
         return jax.grad(loss)(variable.value)
-    loss(variable.value).backward()
-    return variable.value.grad
+    import torch
+
+    return torch.autograd.grad(loss(variable.value), variable.value)[0]

@@ -1,0 +1,32 @@
+"""Runs the Keras tests and the contract in one process per Keras backend.
+
+A process has one Keras backend, which KERAS_BACKEND names, so the tests proper are in
+keras_*_checks.py, which pytest collects only when it is given their names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+CHECKS = sorted(str(p) for p in HERE.glob("keras_*_checks.py"))
+
+
+@pytest.mark.parametrize("framework", ["tensorflow", "jax", "torch"])
+def test_on_this_keras_backend(framework: str) -> None:
+    for needed in ("keras", framework):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    contract = f"{ROOT / 'tests' / 'test_contract.py'}::TestInstalled"
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", "keras", *CHECKS, contract]
+    env = {**os.environ, "KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
