@@ -26,7 +26,12 @@ def test_on_this_keras_backend(framework: str) -> None:
             pytest.skip(f"{needed} is not installed")
     contract = f"{ROOT / 'tests' / 'test_contract.py'}::TestInstalled"
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", "keras", *CHECKS, contract]
-    env = {**os.environ, "KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    env = {
+        **os.environ,
+        "KERAS_BACKEND": framework,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
