@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 from keras import ops
-from polyamp_keras._ops import to_numpy
-from polyamp_keras._toy import _gradient
 
 import polyamp
 import polyamp.keras as amp
+from polyamp_keras._ops import to_numpy
+from polyamp_keras._toy import _gradient
 
 INF, NAN = float("inf"), float("nan")
 BAD = {".": 1.0, "x": INF, "n": NAN}
@@ -81,9 +81,7 @@ def clean_part(trace: str) -> tuple[np.ndarray, np.ndarray]:
 
 def fit(net: Any, xy: tuple[np.ndarray, np.ndarray], epochs: int = 1, **kwargs: Any) -> Any:
     """`net.fit` without shuffling; the history."""
-    return net.fit(
-        *xy, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **kwargs
-    ).history
+    return net.fit(*xy, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, **kwargs).history
 
 
 def follow(rule: polyamp.Rule, trace: str) -> polyamp.ScalerState:

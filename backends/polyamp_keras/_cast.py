@@ -74,6 +74,7 @@ def unscale(grads: Iterable[Any], inverse: Any) -> list[Any]:
 
 def _unscale_torch(grads: list[Any], inverse: Any) -> list[Any]:
     import torch
+
     from polyamp_torch._cast import unscale as torch_unscale
 
     if all(g is not None and g.dtype == torch.float32 and not g.is_sparse for g in grads):

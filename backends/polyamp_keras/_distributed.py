@@ -45,7 +45,7 @@ def _number(value: Any) -> Any:
 def _largest_jax(values: list[Any], axis: Any) -> list[Any]:
     import jax
 
-    return [jax.lax.pmax(value, axis) for value in values]
+    return list(jax.lax.pmax(values, axis))  # type: ignore[no-untyped-call]
 
 
 def _largest_tf(values: list[Any], context: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The array functions of a transition (`polyamp.Namespace`) over keras.ops, on any Keras backend."""
+"""The array functions of a transition (`polyamp.Namespace`) over keras.ops."""
 
 from __future__ import annotations
 

@@ -114,9 +114,7 @@ def _restore_together(
                 if distribution is None:
                     variable.assign(value)
                 else:
-                    distribution.extended.update(
-                        variable.value, assign, args=(value,), group=False
-                    )
+                    distribution.extended.update(variable.value, assign, args=(value,), group=False)
 
         cond(first_local(distribution, skipped), back, lambda: None)
 

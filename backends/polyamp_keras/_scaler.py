@@ -1,4 +1,4 @@
-"""LossScaleOptimizer: Keras' interface over polyamp's state machine, on all three Keras backends."""
+"""LossScaleOptimizer: Keras' interface over polyamp's state machine, on any Keras backend."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Keras = keras.optimizers.LossScaleOptimizer
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
-class LossScaleOptimizer(_Keras):  # type: ignore[misc]
+class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
     """Keras' LossScaleOptimizer under any polyamp rule.
 
         optimizer = amp.LossScaleOptimizer(keras.optimizers.Adam(1e-3))
@@ -321,6 +321,11 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc]
             )
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
+
+    def load_own_variables(self, store: Any) -> None:
+        """As Keras; skips that were told of before saving are not told again."""
+        super().load_own_variables(store)
+        self._told = self.state.skipped
 
     def get_config(self) -> dict[str, Any]:
         """As Keras, with the rule in portable form unless Keras' own two numbers say it all."""

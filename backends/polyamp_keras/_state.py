@@ -30,20 +30,20 @@ def make_variables(optimizer: Any, rule: Rule) -> ScalerState:
 
     head = [variable(name, getattr(start, name)) for name in ScalerState._fields[:-1]]
     memory = tuple(variable(f"memory_{i}", value) for i, value in enumerate(start.memory))
-    return ScalerState(*head, memory)
+    return ScalerState._make([*head, memory])
 
 
 def tensors(variables: ScalerState) -> ScalerState:
     """The state as tensors, fit for a traced transition."""
     *head, memory = variables
-    return ScalerState(*(read(v) for v in head), tuple(read(v) for v in memory))
+    return ScalerState._make([*(read(v) for v in head), tuple(read(v) for v in memory)])
 
 
 def numbers(variables: ScalerState) -> ScalerState:
     """The state as Python numbers; waits for the device where the variables live on one."""
     *head, memory = variables
     values = [number(v.value) for v in (*head, *memory)]
-    return ScalerState(*values[: len(head)], tuple(values[len(head) :]))
+    return ScalerState._make([*values[: len(head)], tuple(values[len(head) :])])
 
 
 def write(variables: ScalerState, new: ScalerState, old: ScalerState | None = None) -> None:

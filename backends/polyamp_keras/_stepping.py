@@ -60,9 +60,7 @@ def _in_graph(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) ->
     _state.write(optimizer._state, new)
 
 
-def _together(
-    optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], context: Any
-) -> None:
+def _together(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], context: Any) -> None:
     """The step of one of several TensorFlow replicas."""
     scale = read(optimizer._state.loss_scale)
     signal = reduce(_measure(optimizer, grads, variables, scale), context)
@@ -114,9 +112,7 @@ def _decide(optimizer: Any, old: ScalerState, signal: Signal) -> ScalerState:
     return bind(optimizer.rule, xp)(old, signal)
 
 
-def _measure(
-    optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], scale: Any
-) -> Signal:
+def _measure(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> Signal:
     """`inspect` of the scaled gradients, with the finiteness of the others."""
     others = [_overwrites(v) for v in variables]
     scaled = [g for g, other in zip(grads, others, strict=True) if not other]

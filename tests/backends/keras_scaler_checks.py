@@ -10,10 +10,10 @@ import keras_cases as kc
 import numpy as np
 import pytest
 from keras import ops
-from polyamp_keras._ops import to_numpy
 
 import polyamp
 import polyamp.keras as amp
+from polyamp_keras._ops import to_numpy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning"),

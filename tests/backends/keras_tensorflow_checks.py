@@ -143,7 +143,9 @@ def test_fit_on_replicas_leaves_no_trace_of_a_skip(strategy: Any) -> None:
             rule = polyamp.Dynamic(init_scale=2.0**8)
             amp.compile(net, keras.optimizers.Adam(0.01), "mse", rule=rule, metrics=["mae"])
         history = kc.fit(net, xy, epochs=2)
-        seen.append((history, kc.values([*net.variables, *net.optimizer.inner_optimizer.variables])))
+        seen.append(
+            (history, kc.values([*net.variables, *net.optimizer.inner_optimizer.variables]))
+        )
     assert seen[0][0] == seen[1][0]
     assert kc.equal(seen[0][1], seen[1][1])
 
@@ -190,7 +192,8 @@ def run(bad):
 
 for bad in (False, True, False):
     run(tf.constant(bad))
-    print("SEEN", var.numpy().tolist(), opt.state.loss_scale, int(opt.iterations.numpy()), flush=True)
+    told = var.numpy().tolist(), opt.state.loss_scale, int(opt.iterations.numpy())
+    print("SEEN", *told, flush=True)
 """
 
 
