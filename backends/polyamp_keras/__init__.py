@@ -3,12 +3,13 @@
 try:
     import keras as _keras  # noqa: F401
 except ModuleNotFoundError as error:
-    if error.name not in ("tensorflow", "jax", "torch"):
+    framework = str(error.name).partition(".")[0]
+    if framework not in ("tensorflow", "jax", "torch"):
         raise
     raise ModuleNotFoundError(
-        f"Keras is set to run on {error.name}, which is not installed; set the environment"
+        f"Keras is set to run on {framework}, which is not installed; set the environment"
         " variable KERAS_BACKEND to tensorflow, jax or torch",
-        name=error.name,
+        name=framework,
     ) from error
 
 from polyamp_keras._callbacks import CheckScaling as CheckScaling
