@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -70,6 +70,29 @@ def unscale(grads: Iterable[Any], inverse: Any) -> list[Any]:
         return values * ops.cast(inverse, values.dtype)
 
     return [None if g is None else on_values(g, times) for g in grads]
+
+
+def unscale_own(grads: Sequence[Any], variables: Sequence[Any], inverse: float) -> bool:
+    """Unscale torch gradients in place, if each is its variable's own `.grad` in float32 or wider.
+
+    That is what Keras' train step passes and drops afterwards, and what `torch.amp.GradScaler` does
+    to it; new tensors of that size would cost more than all else here.
+
+    Returns:
+        Whether they were unscaled; else nothing was done.
+    """
+    if FRAMEWORK != "torch":
+        return False
+    import torch
+
+    for grad, variable in zip(grads, variables, strict=True):
+        if grad is None or grad.is_sparse or grad.dtype not in (torch.float32, torch.float64):
+            return False
+        if getattr(variable.value, "grad", None) is not grad:
+            return False
+    with torch.no_grad():
+        torch._foreach_mul_(list(grads), inverse)
+    return True
 
 
 def _unscale_torch(grads: list[Any], inverse: Any) -> list[Any]:

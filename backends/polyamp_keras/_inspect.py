@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -47,6 +48,25 @@ def inspect(
         tops = [_as_f32(_amax(v)) for v in values]
         signal = signal._replace(amax=ops.max(ops.stack(tops)) if tops else xp.c(0.0, "f32"))
     return signal._replace(sub=_share(values)) if sub else signal
+
+
+def quickly_finite(grads: Sequence[Any], scale: float) -> bool:
+    """Whether torch gradients are finite for sure, scaled and unscaled; False is not known.
+
+    As for the other frameworks, a sum is finite only if every term is. Waits for the device.
+    """
+    if FRAMEWORK != "torch" or scale < 1.0:
+        return False
+    import torch
+
+    present = [g for g in grads if g is not None]
+    if not present or any(g.is_sparse or g.is_complex() for g in present):
+        return False
+    with torch.no_grad():
+        sums = [g.sum(dtype=torch.float32) for g in present]
+        home = sums[0].device
+        total = torch.stack([s.to(home) for s in sums]).sum()
+    return math.isfinite(total.item())
 
 
 def _stored(grad: Any) -> Any:

@@ -221,7 +221,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
 
         Args:
             grads: gradients of the scaled loss, in the order of the variables; tensors,
-                `tf.IndexedSlices` or None. Not changed.
+                `tf.IndexedSlices` or None. Not changed, but on torch those that are a variable's
+                own `.grad` are unscaled in place, as by torch's GradScaler; a skip leaves them.
             trainable_variables: their variables; by default those the optimizer was built with.
 
         Raises:

@@ -8,18 +8,19 @@ the framework's conditional. Where replicas train together they agree before the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import keras
 from keras import ops
 
-from polyamp._scaling import bind
+from polyamp._scaling import Rule, Transition, bind
 from polyamp._state import ScalerState, Signal
 from polyamp._xp import host
 from polyamp_keras import _state
-from polyamp_keras._cast import unscale
+from polyamp_keras._cast import unscale, unscale_own
 from polyamp_keras._distributed import cross_replica, first_local, reduce, replica_context
-from polyamp_keras._inspect import inspect
+from polyamp_keras._inspect import inspect, quickly_finite
 from polyamp_keras._ops import FRAMEWORK, cond, read, traced, xp
 
 
@@ -36,13 +37,22 @@ def step(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None
 
 def _on_host(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
     old = _state.numbers(optimizer._state)
-    signal = _measure(optimizer, grads, variables, old.loss_scale)
-    amax = None if signal.amax is None else float(signal.amax)
-    new = bind(optimizer.rule, host)(old, Signal(bool(signal.finite), amax=amax))
+    if not optimizer.rule.wants_amax and quickly_finite(grads, old.loss_scale):
+        signal = Signal(True)
+    else:
+        found = _measure(optimizer, grads, variables, old.loss_scale)
+        amax = None if found.amax is None else float(found.amax)
+        signal = Signal(bool(found.finite), amax=amax)
+    new = _on_numbers(optimizer.rule)(old, signal)
     if new.skipped_in_a_row == 0:
         _apply(optimizer, grads, variables, old.loss_scale)
     _state.write(optimizer._state, new, old)
     optimizer._report(new, stacklevel=4)
+
+
+@lru_cache(maxsize=16)
+def _on_numbers(rule: Rule) -> Transition:
+    return bind(rule, host)
 
 
 def _in_graph(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -124,9 +134,12 @@ def _measure(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], sca
 
 
 def _apply(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:
-    true = unscale(grads, 1.0 / scale)
-    mixed = zip(grads, true, variables, strict=True)
-    true = [g if _overwrites(v) else t for g, t, v in mixed]
+    scaled = [None if _overwrites(v) else g for g, v in zip(grads, variables, strict=True)]
+    true = list(grads)
+    if not unscale_own(scaled, variables, 1.0 / scale):
+        true = [
+            g if t is None else t for g, t in zip(grads, unscale(scaled, 1.0 / scale), strict=True)
+        ]
     optimizer.inner_optimizer.apply(true, variables)
 
 

@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning"),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
-JAX = keras.config.backend() == "jax"
 
 
 @pytest.mark.parametrize("symbol", ["x", "n"])
@@ -133,6 +132,18 @@ def test_gradients_are_not_changed() -> None:
     assert np.array(grads[0]).tolist() == [2.0**15, 0.0]
     assert kc.value(var).tolist() == [-1.0, 1.0]
     assert np.array(opt.unscale(grads)[0]).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.skipif(keras.config.backend() != "torch", reason="only torch variables have .grad")
+def test_the_variables_own_gradients_are_unscaled_in_place() -> None:
+    opt, var = kc.optimizer(), keras.Variable([1.0, 1.0])
+    opt.scale_loss(ops.sum(var * 0.5)).backward()
+    grad = var.value.grad
+    opt.apply([grad], [var])
+    assert (kc.value(var).tolist(), grad.tolist()) == ([0.5, 0.5], [0.5, 0.5])
+    grad.copy_(ops.convert_to_tensor([kc.INF, 8.0]))
+    opt.apply([grad], [var])
+    assert (kc.value(var).tolist(), grad.tolist()) == ([0.5, 0.5], [kc.INF, 8.0])
 
 
 def test_a_variable_that_takes_its_gradient_as_value_is_not_unscaled() -> None:
