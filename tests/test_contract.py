@@ -34,8 +34,20 @@ def _tensorflow() -> tuple[Convert, Convert]:
     return (tf.constant, np.asarray)
 
 
+def _keras() -> tuple[Convert, Convert]:
+    from keras import ops
+
+    def to_numpy(tensor: Any) -> Any:
+        if hasattr(tensor, "detach"):
+            tensor = tensor.detach().cpu()
+        return tensor.numpy() if hasattr(tensor, "numpy") else np.asarray(tensor)
+
+    return (lambda a: ops.convert_to_tensor(a, dtype=str(a.dtype)), to_numpy)
+
+
 ARRAYS: dict[str, Callable[[], tuple[Convert, Convert]]] = {
     "jax": _jax,
+    "keras": _keras,
     "tensorflow": _tensorflow,
     "torch": _torch,
 }

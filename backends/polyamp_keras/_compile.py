@@ -1,0 +1,113 @@
+"""The two-line way: compile a model with loss scaling where it needs it, and load it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from polyamp._policy import Policy, parse_policy
+from polyamp._scaling import Rule
+from polyamp_keras._restore import LossMean, RestoringStep
+from polyamp_keras._scaler import LossScaleOptimizer
+
+
+def compile(
+    model: Any,
+    optimizer: Any = "rmsprop",
+    loss: Any = None,
+    *,
+    policy: Policy | str | None = None,
+    rule: Rule | str | None = None,
+    restore_seeds: bool = True,
+    **kwargs: Any,
+) -> None:
+    """`model.compile`, with loss scaling where a layer computes in float16.
+
+        amp.compile(model, "adam", loss="mse")
+        model.fit(x, y)
+
+    The optimizer is wrapped in a `LossScaleOptimizer` (Keras' own is replaced by it), also for a
+    policy map or per-layer policies, which Keras passes over. A skipped step then leaves no trace:
+    BatchNorm statistics, seeds and metrics are put back, so that the epoch's mean loss counts the
+    batches that were applied; it is NaN if there were none.
+
+    Args:
+        model: a Keras model. Of one that is not built yet only the layers it has are looked at.
+        optimizer, loss, **kwargs: as `model.compile` takes them; with `auto_scale_loss=False` the
+            optimizer stays as it is.
+        policy: a Policy or policy string that says whether scaling is needed, instead of the
+            layers ("bf16": it is not).
+        rule: a rule or a system's name, as in `LossScaleOptimizer`; given, it asks for scaling.
+        restore_seeds: put seed generators (dropout) back too on a skip, so that later steps equal
+            those of a run without the batch.
+
+    Raises:
+        PolicyError: `policy` is not one.
+        RuleError: `rule` is not one.
+        ValueError: as Keras.
+
+    The wrapper sits on this model object: a model that `keras.models.load_model`, pickle or
+    `clone_model` made needs `amp.load_model` or `amp.compile` again. `steps_per_execution` and
+    `MirroredStrategy` work; there the batch's own logs (not the epoch's) still show the skip.
+    """
+    chosen = keras.optimizers.get(optimizer)
+    scaled = isinstance(chosen, keras.optimizers.LossScaleOptimizer)
+    if kwargs.pop("auto_scale_loss", True) and (rule or scaled or _needs_scaling(model, policy)):
+        chosen = _wrapped(chosen, rule)
+    model.compile(optimizer=chosen, loss=loss, auto_scale_loss=False, **kwargs)
+    restore_on_skip(model, restore_seeds)
+
+
+def load_model(filepath: Any, *, restore_seeds: bool = True, **kwargs: Any) -> Any:
+    """`keras.models.load_model`, for a model that was compiled with `amp.compile`.
+
+    Args:
+        filepath, **kwargs: as Keras takes them.
+        restore_seeds: as in `amp.compile`.
+
+    Returns:
+        The model, with optimizer, scale and counters as they were saved.
+    """
+    model = keras.models.load_model(filepath, **kwargs)
+    if isinstance(getattr(model, "optimizer", None), LossScaleOptimizer):
+        restore_on_skip(model, restore_seeds)
+    return model
+
+
+def restore_on_skip(model: Any, restore_seeds: bool) -> None:
+    """Make the model's train step leave no trace where it is skipped; once, however often asked."""
+    step = model.train_step
+    original = step.original if isinstance(step, RestoringStep) else step
+    model.train_step = RestoringStep(model, original, restore_seeds)
+    if isinstance(model.optimizer, LossScaleOptimizer) and model._loss_tracker is not None:
+        tracker = LossMean(name=model._loss_tracker.name)
+        object.__setattr__(model, "_loss_tracker", tracker)  # Keras does not track it either
+
+
+def computes_in_float16(model: Any) -> bool:
+    """Whether any layer of a model computes in float16, as far as layers and policies tell."""
+    return any(_layer_computes_in_float16(layer) for layer in model._flatten_layers())
+
+
+def _layer_computes_in_float16(layer: Any) -> bool:
+    policy = layer.dtype_policy
+    known = [layer.compute_dtype]
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and not layer.built:
+        known += [entry.compute_dtype for entry in policy.values()]
+    return "float16" in known
+
+
+def _needs_scaling(model: Any, policy: Policy | str | None) -> bool:
+    return computes_in_float16(model) if policy is None else parse_policy(policy).needs_scaling
+
+
+def _wrapped(optimizer: Any, rule: Rule | str | None) -> LossScaleOptimizer:
+    if isinstance(optimizer, LossScaleOptimizer):
+        return optimizer
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return LossScaleOptimizer(optimizer, rule=rule)
+    inner, scale = optimizer.inner_optimizer, optimizer.initial_scale
+    if rule is not None:
+        return LossScaleOptimizer(inner, rule=rule)
+    return LossScaleOptimizer(inner, scale, optimizer.dynamic_growth_steps)

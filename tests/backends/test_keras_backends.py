@@ -1,0 +1,76 @@
+"""Runs the Keras tests and the contract in one process per Keras backend.
+
+A process has one Keras backend, which KERAS_BACKEND names, so the tests proper are in
+keras_*_checks.py, which pytest collects only when it is given their names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+CHECKS = sorted(str(p) for p in HERE.glob("keras_*_checks.py"))
+
+
+@pytest.mark.parametrize("framework", ["tensorflow", "jax", "torch"])
+def test_on_this_keras_backend(framework: str) -> None:
+    for needed in ("keras", framework):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    contract = f"{ROOT / 'tests' / 'test_contract.py'}::TestInstalled"
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", "keras", *CHECKS, contract]
+    env = {
+        **os.environ,
+        "KERAS_BACKEND": framework,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def _python(program: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
+def test_a_missing_framework_is_no_broken_one() -> None:
+    program = """
+import sys
+sys.modules["tensorflow"] = None
+from importlib.metadata import EntryPoint
+import polyamp
+from polyamp import _registry
+point = EntryPoint("keras", "polyamp_keras", _registry.GROUP)
+_registry._announced = lambda: {"keras": point}
+print("keras" in polyamp.backends())
+try:
+    polyamp.backend("keras")
+except polyamp.BackendError as error:
+    print(error, "|", error.__cause__.__cause__)
+"""
+    told = _python(program, KERAS_BACKEND="tensorflow")
+    assert told.startswith("False\n")
+    assert "'keras' needs tensorflow, which is not installed" in told
+    assert "set the environment variable KERAS_BACKEND" in told
+
+
+@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
+def test_a_keras_backend_that_does_not_train_is_refused() -> None:
+    told = _python("import polyamp.keras", KERAS_BACKEND="numpy")
+    assert "BackendError: Keras runs on 'numpy' here, which does not train" in told
