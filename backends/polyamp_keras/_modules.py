@@ -28,6 +28,7 @@ from polyamp_keras._dtype_policies import LOW, name_of, wants_float32_outputs
 from polyamp_keras._places import (
     Place,
     family,
+    is_graph,
     needs_float32,
     output_layers,
     places,
@@ -126,9 +127,10 @@ def dtype_policy_map(
 ) -> keras.dtype_policies.DTypePolicyMap:
     """The Keras map that gives the layers of `model` what `apply_policy` would give them.
 
-    Its keys are the exact paths of layers (`layer.path`; "model/layer" for what is not built), its
-    default is the map's default. Where a model is made anew by code, `set_policy` with this map,
-    or Keras' own `keras.config.set_dtype_policy`, gives layers of these paths their policies.
+    Its keys are the exact paths of layers (`layer.path`; "model/layer" for what is not built; in a
+    subclassed model also without the model's name, which Keras leaves out when it loads one), its
+    default is the map's default. Where a model is made anew by code, `set_policy` with this map, or
+    Keras' own `keras.config.set_dtype_policy`, gives layers of these paths their policies.
 
     Args:
         policy_map, float32_outputs: as in `apply_policy`.
@@ -143,23 +145,28 @@ def dtype_policy_map(
     rules = policy_map if isinstance(policy_map, PolicyMap) else _map_of(policy_map)
     default = name_of(rules.default)
     keras_map = keras.dtype_policies.DTypePolicyMap(default_policy=default)
-    for place in found:
-        if place.layer not in plan:
-            continue
-        name, path = plan[place.layer].name, place.keras_path
+    for place in (p for p in found if p.layer in plan):
+        name, paths = plan[place.layer].name, [place.keras_path]
         if place.layer.built and place.layer.path is None and name != default:
             raise PolicyError(
                 f"layer {place.path!r} is to have {name!r}, but Keras gives it no path, so that a"
                 " DTypePolicyMap cannot name it; use apply_policy"
             )
-        if path in keras_map and keras_map[path].name != name:
-            raise PolicyError(
-                f"two layers have the Keras path {path!r} and are to have the policies"
-                f" {keras_map[path].name!r} and {name!r}; give them different names"
-            )
-        if path not in keras_map:
-            keras_map[path] = keras.DTypePolicy(name)
+        if not is_graph(model) and place.parent is not None:
+            paths.append(place.keras_path.removeprefix(f"{model.name}/"))
+        for path in paths:
+            if keras_map[path].name != name and path in keras_map:
+                raise PolicyError(
+                    f"two layers have the Keras path {path!r} and are to have the policies"
+                    f" {keras_map[path].name!r} and {name!r}; give them different names"
+                )
+            _enter(keras_map, path, name)
     return keras_map
+
+
+def _enter(keras_map: Any, path: str, name: str) -> None:
+    if path not in keras_map:
+        keras_map[path] = keras.DTypePolicy(name)
 
 
 def plan_for(
@@ -302,8 +309,9 @@ def _keras_policy(place: Place, found: Sequence[Place], plan: dict[Any, Applied]
     policy, and calls the constructor of a subclassed one.
     """
     name = plan[place.layer].name
-    inside = [p for p in found if place in p.upwards() and p.layer in plan]
-    if isinstance(place.layer, keras.Model) or all(plan[p.layer].name == name for p in inside):
+    inner = place.layer._layers and not isinstance(place.layer, keras.Model)
+    inside = [p for p in found if inner and p.layer in plan and place in p.upwards()]
+    if all(plan[p.layer].name == name for p in inside):
         return keras.DTypePolicy(name)
     keras_map = keras.dtype_policies.DTypePolicyMap(default_policy=name)
     depth = len(list(place.upwards()))
@@ -311,8 +319,7 @@ def _keras_policy(place: Place, found: Sequence[Place], plan: dict[Any, Applied]
         names = [q.layer.name for q in reversed(list(p.upwards()))]
         # A wrapper makes the layer in it without a scope of its own when it is loaded.
         for path in (p.keras_path, "/".join(names[depth - 1 :])):
-            if path not in keras_map:
-                keras_map[path] = keras.DTypePolicy(plan[p.layer].name)
+            _enter(keras_map, path, plan[p.layer].name)
     return keras_map
 
 

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     yield
     keras.config.set_dtype_policy("float32")
@@ -344,7 +343,7 @@ def test_output_layers_are_found_in_nested_models_and_through_operations() -> No
 
 def test_the_outputs_of_a_subclassed_model_are_not_known() -> None:
     model = Tower()
-    with pytest.raises(polyamp.PolicyError, match="output layers of 'tower', a Tower, are not"):
+    with pytest.raises(polyamp.PolicyError, match=r"output layers of 'tower\w*', a Tower, are not"):
         apply_policy(model, "fp16", float32_outputs=True)
     assert set(names(model).values()) == {"float32"}
     apply_policy(model, "float32", float32_outputs=True)
@@ -352,6 +351,7 @@ def test_the_outputs_of_a_subclassed_model_are_not_known() -> None:
     assert set(names(model).values()) == {"float16"}
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_norms_compute_their_statistics_in_float32() -> None:
     big = np.full((4, 6), 300.0, "float32") * np.linspace(0.5, 1.5, 6, dtype="float32")
     for layer, sound in (
@@ -455,10 +455,9 @@ def test_a_map_with_keras_own_paths() -> None:
     made = dtype_policy_map(rules, model)
     assert {k: v.name for k, v in made.items()} == {
         "net": "mixed_float16",
-        "net/a": "float32",
-        "net/b": "mixed_bfloat16",
-        "net/c": "mixed_float16",
-        "net/s": "mixed_float16",
+        **{f"{net}a": "float32" for net in ("net/", "")},
+        **{f"{net}b": "mixed_bfloat16" for net in ("net/", "")},
+        **{f"{net}{name}": "mixed_float16" for net in ("net/", "") for name in "cs"},
     }
     assert {k: v.name for k, v in unbuilt.items()} == {k: v.name for k, v in made.items()}
     assert made.default_policy == keras.DTypePolicy("mixed_float16")
@@ -479,8 +478,9 @@ def test_a_map_refuses_what_keras_paths_cannot_tell() -> None:
         dtype_policy_map(PolicyMap({"text": "bf16"}), model)
     inputs = keras.Input((4, 8))
     model = keras.Model(inputs, kl.MultiHeadAttention(2, 4, name="mha")(inputs, inputs))
-    rules = PolicyMap({"mha.softmax": "float32"}, default=Policy.parse("mixed_float16"))
-    with pytest.raises(polyamp.PolicyError, match=r"'mha\.softmax' .* Keras gives it no path"):
+    rules = PolicyMap({"mha._softmax": "float32"}, default=Policy.parse("mixed_float16"))
+    with pytest.raises(polyamp.PolicyError, match=r"'mha\.softmax\w*' .* Keras gives it no path"):
         dtype_policy_map(rules, model)
     apply_policy(model, rules)
-    assert names(model)["mha.softmax"] == "float32"
+    assert model.layers[-1]._softmax.compute_dtype == "float32"
+    assert model.layers[-1]._query_dense.compute_dtype == "float16"

@@ -1,4 +1,4 @@
-"""Dtype policies in fit, after a change within it, and from files; run by test_keras_backends.py."""
+"""Dtype policies in fit, changed within it, and in files; run by test_keras_backends.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     yield
     keras.config.set_dtype_policy("float32")
@@ -121,8 +120,7 @@ def test_a_change_within_an_epoch() -> None:
     fit(plain, 1)
     assert model.layers[1].seen[-1] == "bfloat16"
     assert not same(model, plain)
-    for _ in range(2):
-        np.testing.assert_allclose(model.get_weights()[0], plain.get_weights()[0], atol=3e-3)
+    np.testing.assert_allclose(model.get_weights()[0], plain.get_weights()[0], atol=3e-3)
 
 
 def test_fit_is_that_of_a_model_made_with_the_policy() -> None:
@@ -168,12 +166,11 @@ def test_a_sequential_that_took_a_low_input_loses_it() -> None:
 LOAD = """
 import json, sys
 import keras, numpy as np
-keras.config.disable_traceback_filtering()
 model = keras.models.load_model(sys.argv[1])
-def names(layer):
-    return [[layer.name, layer.compute_dtype], *map(names, layer._layers)]
 np.save(sys.argv[2], np.asarray(model.predict(np.load(sys.argv[3]), verbose=0), "float64"))
-print(json.dumps({"polyamp": [m for m in sys.modules if "polyamp" in m], "names": names(model)}))
+dtypes = [(type(one).__name__, one.compute_dtype) for one in model._flatten_layers(False)
+          if not isinstance(one, keras.Model)]
+print(json.dumps({"polyamp": [m for m in sys.modules if "polyamp" in m], "dtypes": dtypes}))
 """
 
 
@@ -186,8 +183,14 @@ def without_polyamp(program: str, *arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def dtypes(layer: Any) -> list[Any]:
-    return [[layer.name, layer.compute_dtype], *map(dtypes, layer._layers)]
+def dtypes(model: Any) -> list[list[str]]:
+    """Class and compute dtype of every layer that is no model (Keras saves no dtype for those)."""
+    layers = model._flatten_layers(False)
+    return [
+        [type(one).__name__, one.compute_dtype]
+        for one in layers
+        if not isinstance(one, keras.Model)
+    ]
 
 
 def test_a_file_is_loaded_by_keras_alone(tmp_path: Path) -> None:
@@ -197,15 +200,18 @@ def test_a_file_is_loaded_by_keras_alone(tmp_path: Path) -> None:
     y = kl.MultiHeadAttention(2, 4, name="mha")(block(inputs), inputs)
     y = kl.Bidirectional(kl.GRU(4, name="gru", return_sequences=True), name="bi")(y)
     y = kl.TimeDistributed(kl.Dense(4, name="d"), name="td")(y)
-    tail = keras.Sequential([keras.Input((4, 4), name="tail_in"), kl.Dense(2, name="e")], "tail")
+    tail = keras.Sequential(
+        [keras.Input((4, 4), name="tail_in"), kl.Dense(2, name="e")], name="tail"
+    )
     model = keras.Model(inputs, tail(y), name="all")
     rules = {
         "block.mix": "float32",
         "mha.query": "float32",
         "bi.forward_gru": "mixed_bfloat16",
-        "bi.backward_gru.gru_cell": "mixed_bfloat16",
         "td.d": "float32",
     }
+    if keras.config.backend() != "jax":  # whose scan wants a cell that has the layer's dtype
+        rules["bi.backward_gru.gru_cell"] = "mixed_bfloat16"
     apply_policy(model, PolicyMap(rules, default="16-mixed"))
     found = {p.path: p.layer.compute_dtype for p in places(model)}
     assert found["tail.e"] == found["mha.query"] == "float32"
@@ -215,11 +221,7 @@ def test_a_file_is_loaded_by_keras_alone(tmp_path: Path) -> None:
     model.save(tmp_path / "model.keras")
     told = without_polyamp(LOAD, tmp_path / "model.keras", tmp_path / "y.npy", tmp_path / "x.npy")
     assert told["polyamp"] == []
-    ours = json.dumps(dtypes(model))
-    for name in ("softmax", "dropout"):
-        told_names = json.dumps(told["names"]).replace(f"{name}_1", name)
-        told["names"] = json.loads(told_names)
-    assert told["names"] == json.loads(ours)
+    assert told["dtypes"] == dtypes(model)
     here = np.asarray(model.predict(batch, verbose=0), "float64")
     assert np.array_equal(np.load(tmp_path / "y.npy"), here)
 
@@ -261,8 +263,7 @@ with open({str(tmp_path / "policies.json")!r}) as file:
         *(tmp_path / name for name in ("model.keras", "y.npy", "x.npy")),
     )
     assert told["polyamp"] == []
-    assert told["names"] == dtypes(model)
-    assert told["names"] == [["net", "float32"], [["low", "float16"]], [["head", "float32"]]]
+    assert told["dtypes"] == dtypes(model) == [["Dense", "float16"], ["Dense", "float32"]]
     here = np.asarray(model.predict(X, verbose=0), "float64")
     assert np.array_equal(np.load(tmp_path / "y.npy"), here)
     assert not np.array_equal(remove_policy(model).predict(X, verbose=0), here)
