@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import keras
 import numpy as np
 import pytest
 from keras import layers as kl
+from keras_policy_cases import Spy
+from keras_policy_cases import fresh as fresh
 
 from polyamp import PolicyMap
 from polyamp_keras._dtype_policies import set_policy
@@ -21,25 +22,6 @@ from polyamp_keras._modules import apply_policy, dtype_policy_map, remove_policy
 from polyamp_keras._places import places
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    keras.utils.set_random_seed(0)
-    yield
-    keras.config.set_dtype_policy("float32")
-
-
-class Spy(kl.Layer):
-    """Passes its input on and keeps the dtypes it came in."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(autocast=False, **kwargs)
-        self.seen: list[str] = []
-
-    def call(self, x: Any) -> Any:
-        self.seen.append(keras.backend.standardize_dtype(x.dtype))
-        return x
 
 
 class Change(keras.callbacks.Callback):
@@ -238,8 +220,6 @@ class Net(keras.Model):
         self.head = keras.layers.Dense(1, name="head")
     def call(self, x):
         return self.head(self.low(x))
-    def get_config(self):
-        return {**super().get_config(), "name": self.name}
 """
 
 
