@@ -2,14 +2,30 @@
 
 from polyamp_keras import CheckScaling as CheckScaling
 from polyamp_keras import LossScaleOptimizer as LossScaleOptimizer
+from polyamp_keras import apply_policy as apply_policy
 from polyamp_keras import compile as compile
+from polyamp_keras import describe as describe
+from polyamp_keras import dtype_policy as dtype_policy
+from polyamp_keras import dtype_policy_map as dtype_policy_map
 from polyamp_keras import load_model as load_model
+from polyamp_keras import policy_tree as policy_tree
+from polyamp_keras import remove_policy as remove_policy
+from polyamp_keras import set_policy as set_policy
+from polyamp_keras import to_float32 as to_float32
 from polyamp_keras import unscale as unscale
 
 __all__ = [
     "CheckScaling",
     "LossScaleOptimizer",
+    "apply_policy",
     "compile",
+    "describe",
+    "dtype_policy",
+    "dtype_policy_map",
     "load_model",
+    "policy_tree",
+    "remove_policy",
+    "set_policy",
+    "to_float32",
     "unscale",
 ]

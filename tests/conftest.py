@@ -23,6 +23,8 @@ settings.load_profile("polyamp")
 
 with (HERE.parent / "pyproject.toml").open("rb") as file:
     BACKENDS: dict[str, str] = tomllib.load(file)["project"]["entry-points"]["polyamp.backends"]
+IN_PROCESS = [n for n in sorted(BACKENDS) if n != "keras" or "KERAS_BACKEND" in os.environ]
+"""Backends tested in this process; Keras has a process for each of its own backends."""
 REQUIRED = {name for name in os.environ.get("POLYAMP_BACKENDS", "").split(",") if name}
 
 
@@ -61,13 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator; none is visible here"))
 
 
-@pytest.fixture(scope="session", params=sorted(BACKENDS))
+@pytest.fixture(scope="session", params=IN_PROCESS)
 def backend(request: pytest.FixtureRequest) -> ModuleType:
     """Every backend of polyamp's own whose framework is installed."""
     return load(request.param)
 
 
-@pytest.fixture(scope="session", params=["python", "numpy", *sorted(BACKENDS)])
+@pytest.fixture(scope="session", params=["python", "numpy", *IN_PROCESS])
 def arithmetic(request: pytest.FixtureRequest) -> Any:
     """Every kind of number a transition runs on: see `arithmetics.Arithmetic`."""
     from arithmetics import PYTHON, Arithmetic

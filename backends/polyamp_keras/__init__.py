@@ -17,8 +17,16 @@ from polyamp_keras._cast import cast as cast
 from polyamp_keras._cast import unscale as unscale
 from polyamp_keras._compile import compile as compile
 from polyamp_keras._compile import load_model as load_model
+from polyamp_keras._describe import describe as describe
+from polyamp_keras._describe import policy_tree as policy_tree
 from polyamp_keras._distributed import reduce as reduce
+from polyamp_keras._dtype_policies import dtype_policy as dtype_policy
+from polyamp_keras._dtype_policies import set_policy as set_policy
 from polyamp_keras._inspect import inspect as inspect
+from polyamp_keras._modules import apply_policy as apply_policy
+from polyamp_keras._modules import dtype_policy_map as dtype_policy_map
+from polyamp_keras._modules import remove_policy as remove_policy
+from polyamp_keras._modules import to_float32 as to_float32
 from polyamp_keras._ops import compiled as compiled
 from polyamp_keras._ops import devices as devices
 from polyamp_keras._ops import select as select

@@ -6,8 +6,10 @@ from typing import Any
 
 import keras
 
-from polyamp._policy import Policy, parse_policy
+from polyamp._policy import Policy
+from polyamp._policy_map import PolicyMap
 from polyamp._scaling import Rule
+from polyamp_keras._modules import apply_policy
 from polyamp_keras._restore import LossMean, RestoringStep
 from polyamp_keras._scaler import LossScaleOptimizer
 
@@ -17,7 +19,7 @@ def compile(
     optimizer: Any = "rmsprop",
     loss: Any = None,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | PolicyMap | str | None = None,
     rule: Rule | str | None = None,
     restore_seeds: bool = True,
     **kwargs: Any,
@@ -36,14 +38,14 @@ def compile(
         model: a Keras model. Of one that is not built yet only the layers it has are looked at.
         optimizer, loss, **kwargs: as `model.compile` takes them; with `auto_scale_loss=False` the
             optimizer stays as it is.
-        policy: a Policy or policy string that says whether scaling is needed, instead of the
-            layers ("bf16": it is not).
+        policy: a policy, a policy map or a policy string to apply to the model first
+            (`apply_policy`).
         rule: a rule or a system's name, as in `LossScaleOptimizer`; given, it asks for scaling.
         restore_seeds: put seed generators (dropout) back too on a skip, so that later steps equal
             those of a run without the batch.
 
     Raises:
-        PolicyError: `policy` is not one.
+        PolicyError: `policy` is not one, or cannot be applied; nothing is changed.
         RuleError: `rule` is not one.
         ValueError: as Keras.
 
@@ -51,9 +53,11 @@ def compile(
     `clone_model` made needs `amp.load_model` or `amp.compile` again. `steps_per_execution` and
     `MirroredStrategy` work; there the batch's own logs (not the epoch's) still show the skip.
     """
+    if policy is not None:
+        apply_policy(model, policy)
     chosen = keras.optimizers.get(optimizer)
     scaled = isinstance(chosen, keras.optimizers.LossScaleOptimizer)
-    if kwargs.pop("auto_scale_loss", True) and (rule or scaled or _needs_scaling(model, policy)):
+    if kwargs.pop("auto_scale_loss", True) and (rule or scaled or computes_in_float16(model)):
         chosen = _wrapped(chosen, rule)
     model.compile(optimizer=chosen, loss=loss, auto_scale_loss=False, **kwargs)
     restore_on_skip(model, restore_seeds)
@@ -96,10 +100,6 @@ def _layer_computes_in_float16(layer: Any) -> bool:
     if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and not layer.built:
         known += [entry.compute_dtype for entry in policy.values()]
     return "float16" in known
-
-
-def _needs_scaling(model: Any, policy: Policy | str | None) -> bool:
-    return computes_in_float16(model) if policy is None else parse_policy(policy).needs_scaling
 
 
 def _wrapped(optimizer: Any, rule: Rule | str | None) -> LossScaleOptimizer:
