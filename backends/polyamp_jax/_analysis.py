@@ -28,7 +28,9 @@ def used_wide(jaxpr: Jaxpr) -> set[Var]:
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
         passes = name in _PASSES or eqn.params.get("new_dtype") == WIDE
-        wanted = name in WIDENED or (passes and all(v in wide - other for v in eqn.outvars))
+        wanted = name in WIDENED or (
+            passes and all(v in wide and v not in other for v in eqn.outvars)
+        )
         (wide if wanted else other).update(v for v in eqn.invars if isinstance(v, Var))
     return wide - other
 

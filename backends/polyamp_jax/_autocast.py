@@ -31,7 +31,7 @@ from polyamp_jax._interpret import MARK, Interpreter
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
-def autocast(fun: Callable[..., Any], policy: Policy | str) -> Callable[..., Any]:
+def autocast(fun: Callable[..., Any], policy: Policy | str | None = None) -> Callable[..., Any]:
     """`fun` with matrix work in the policy's compute dtype and the sensitive rest in float32.
 
     Args:
@@ -52,9 +52,11 @@ def autocast(fun: Callable[..., Any], policy: Policy | str) -> Callable[..., Any
     """
     if not callable(fun):
         raise TypeError(
-            f"autocast takes the function first and the policy second: autocast(fun, 'fp16');"
+            f"autocast takes a function and a policy, autocast(fun, 'fp16'), and is no context;"
             f" got {shown(fun)} of type {type(fun).__name__} as function"
         )
+    if policy is None:
+        raise TypeError("autocast needs a policy: autocast(fun, 'fp16')")
     chosen = parse_policy(policy)
     require_supported(chosen, "jax.autocast", param=("float32",), compute=_DTYPES, output=_DTYPES)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import serialization, struct
 
 from polyamp._errors import StateError
@@ -16,7 +17,7 @@ from polyamp._presets import like, resolve_rule
 from polyamp._scaling import Rule, bind
 from polyamp._state import ScalerState
 from polyamp._xp import F32_MAX, F32_TINY
-from polyamp_jax._cast import divide, is_floating
+from polyamp_jax._cast import divide
 from polyamp_jax._distributed import pmean
 from polyamp_jax._gradients import seeded
 from polyamp_jax._inspect import inspect
@@ -69,13 +70,14 @@ class DynamicScale(struct.PyTreeNode):
     state: ScalerState | None = None
 
     def __post_init__(self) -> None:
-        if self.rule is not None and self.state is None:
+        if self.rule is not None and self.state is None and isinstance(self.scale, Real):
             start = resolve_rule(self.rule).init(xp)
             _set(self, scale=start.loss_scale, fin_steps=start.clean, state=start)
-        for name, dtype in (("scale", jnp.float32), ("fin_steps", jnp.int32)):
-            value = getattr(self, name)
-            if isinstance(value, Real) or is_floating(value):
-                _set(self, **{name: jnp.asarray(value, dtype)})
+        arrays = (np.ndarray, np.generic, jax.Array)
+        if isinstance(self.scale, (float, *arrays)):
+            _set(self, scale=jnp.asarray(self.scale, jnp.float32))
+        if isinstance(self.fin_steps, arrays):
+            _set(self, fin_steps=jnp.asarray(self.fin_steps, jnp.int32))
 
     def value_and_grad(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from polyamp_jax._cast import unscale
 from polyamp_jax._distributed import vary, varying
+from polyamp_jax._plan import is_a
 from polyamp_jax._state import scale_of
 
 MIN_SEED_F16, MAX_SEED_F16 = 2.0**-14, 2.0**15
@@ -42,15 +44,48 @@ def value_and_grad(
     up, in the dtype in which the parameters meet the data.)
 
     Raises (the function):
-        TypeError: the loss is not a real floating scalar.
+        TypeError: the loss is not a real floating scalar, or an argument is a live nnx module with
+            more state than parameters.
         StateError: no `loss_scale` in `opt_state`.
     """
 
-    @functools.wraps(fun)
     def wrapped(opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            _refuse_live(arg)
         return seeded(fun, scale_of(opt_state), argnums, has_aux)(*args, **kwargs)
 
+    wrapped.__name__ = getattr(fun, "__name__", "wrapped")
+    wrapped.__doc__ = fun.__doc__
+    with contextlib.suppress(TypeError, ValueError):
+        wrapped.__signature__ = _signature(fun)  # type: ignore[attr-defined]
     return wrapped
+
+
+def _signature(fun: Callable[..., Any]) -> inspect.Signature:
+    """That of `fun` after `opt_state`, by which jit counts its static and donated arguments."""
+    own = inspect.signature(fun)
+    first = inspect.Parameter("opt_state", inspect.Parameter.POSITIONAL_ONLY)
+    params = [
+        p.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if p.kind is inspect.Parameter.POSITIONAL_ONLY
+        else p
+        for p in own.parameters.values()
+    ]
+    return inspect.Signature([first, *params])
+
+
+def _refuse_live(arg: Any) -> None:
+    """Refuse an nnx module whose statistics or random state the call would change and lose."""
+    if not is_a(arg, "flax.nnx", "Module"):
+        return
+    from flax import nnx
+
+    if jax.tree.leaves(nnx.state(arg, nnx.Not(nnx.Param))):
+        raise TypeError(
+            f"value_and_grad got a live {type(arg).__name__} with batch statistics or random state,"
+            " whose changes would be lost: graph, params, rest = nnx.split(model, nnx.Param, ...),"
+            " merge it inside (copy=True), and return nnx.state(merged, nnx.Not(nnx.Param)) as aux"
+        )
 
 
 def seeded(
@@ -91,6 +126,7 @@ def _seed(loss: Any, scale: Any) -> tuple[Any, Any]:
         )
     if jnp.finfo(dtype).bits >= 32:
         return scale.astype(dtype), None
-    low, top = (MIN_SEED_F16, MAX_SEED_F16) if dtype == jnp.float16 else (0.0, jnp.inf)
+    half = dtype == jnp.float16
+    low, top = (MIN_SEED_F16, MAX_SEED_F16) if half else (0.0, float(jnp.finfo(dtype).max))
     seed = jnp.clip(scale, low, top).astype(dtype)
     return seed, scale / seed.astype(jnp.float32)

@@ -230,7 +230,8 @@ def _running(
     finally:
         _active.reset(token)
     variables = out[1] if name == "init_with_output" else args[0] if args else kwargs["variables"]
-    _finish(module, run, variables, whole=kwargs.get("method") is None)
+    whole = name != "apply" and kwargs.get("method") is None
+    _finish(module, run, variables, whole=whole)
     return out
 
 

@@ -42,6 +42,8 @@ Module = nnx.Module
 APPLIED = "polyamp_applied"
 _NORMS = norm_types(nnx)
 _BASE = "_polyamp_base"
+_REWRITING = (nnx.WeightNorm, nnx.SpectralNorm)
+"""These write into the layer they wrap, in their own dtype."""
 _CONTAINERS = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
 
 
@@ -204,7 +206,7 @@ def _retype(param: Any, dtype: str) -> None:
 def _adopt(module: Any, applied: Applied, wide_softmax: bool) -> None:
     """Make one module of the clone follow its decision."""
     new: dict[str, Any] = {}
-    if _is_layer(module) and _own_dtype(module) is None:
+    if _is_layer(module) and _own_dtype(module) is None and not isinstance(module, _REWRITING):
         new["dtype"] = jnp.dtype(applied.compute)
     if (
         wide_softmax

@@ -68,8 +68,11 @@ def devices() -> list[str]:
 
 def devices_by_name() -> dict[str, jax.Device]:
     """JAX's devices by the names of `devices`."""
-    cpu = {"cpu": jax.devices("cpu")[0]}
-    others = [device for device in jax.devices() if device.platform != "cpu"]
+    try:
+        cpu = {"cpu": jax.local_devices(backend="cpu")[0]}
+    except RuntimeError:  # JAX_PLATFORMS without the CPU
+        cpu = {}
+    others = [device for device in jax.local_devices() if device.platform != "cpu"]
     return {**cpu, **{f"{_NAMES.get(d.platform, d.platform)}:{d.id}": d for d in others}}
 
 
@@ -81,4 +84,11 @@ def select(flag: Any, new: Any, old: Any) -> Any:
 
     A select, not a product: NaN in the branch not taken does no harm.
     """
-    return jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
+    return jax.tree.map(lambda n, o: _selected(flag, n, o), new, old)
+
+
+def _selected(flag: Any, new: Any, old: Any) -> Array:
+    first, second = (jnp.shape(new), jnp.result_type(new)), (jnp.shape(old), jnp.result_type(old))
+    if first != second:
+        raise TypeError(f"cannot choose between shape and dtype {first} and {second}")
+    return jnp.where(flag, new, old)

@@ -9,6 +9,7 @@ all others      called as they were traced (custom_vjp, shard_map, pallas_call, 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -67,11 +68,20 @@ def _as_declared(value: Any, aval: Any) -> Any:
 
 
 def _jit(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[Any]:
-    wide = eqn.params["name"] in WIDENED_FUNCTIONS
+    name = eqn.params["name"]
+    wide = name in WIDENED_FUNCTIONS and _is_jaxs_own(eqn.params["jaxpr"].jaxpr)
     args = [frame.cast(a, WIDE) if wide else frame.read(a) for a in eqn.invars]
     scalars = [frame.scalar(atom) for atom in eqn.invars]
     inside = rewrite(interpreter, eqn.params["jaxpr"], _avals(args), scalars=scalars)
     return bind(eqn, args, jaxpr=inside)
+
+
+def _is_jaxs_own(jaxpr: Jaxpr) -> bool:
+    """Whether a function that bears one of JAX's names is the one of JAX."""
+    return _JAX in (jaxpr.debug_info.func_src_info or "")
+
+
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 def _remat(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[Any]:
@@ -131,7 +141,8 @@ def _loop_args(eqn: JaxprEqn, frame: Frame, consts: int, carry: int) -> list[Any
 
 def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[Any]:
     out = as_traced(eqn, frame)
-    if eqn.params["call_jaxpr"].jaxpr.debug_info.func_name not in NARROW:
+    inside = eqn.params["call_jaxpr"].jaxpr
+    if inside.debug_info.func_name not in NARROW or not _is_jaxs_own(inside):
         return out
     dtypes = [frame.dtype(atom) for atom in eqn.invars if castable(atom.aval)]
     dtype = widest(dtypes)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from polyamp._errors import BackendError, RuleError
+from polyamp._errors import BackendError, RuleError, StateError
 from polyamp._presets import resolve_rule
 from polyamp._scaling import MAX_SCALE, Rule, Static, bind
 from polyamp._state import ScalerState, Signal, decision
@@ -111,6 +111,7 @@ def loss_scaled(
 
     def judge(grads: Any, state: LossScaledState, loss: Any) -> Judged:
         old = typed(state.scaler)
+        grads = jax.tree.map(lambda g: jnp.asarray(g) if isinstance(g, float) else g, grads)
         unscaled = divide(grads, old.loss_scale) if wide else unscale(grads, 1.0 / old.loss_scale)
         if axis_name is not None:
             unscaled = pmean(unscaled, axis_name)
@@ -147,6 +148,8 @@ def loss_scaled(
 
 
 def _optax(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(inner, LossScaled):
+        raise TypeError("loss_scaled got an optimizer that is loss_scaled already; once is enough")
     if isinstance(inner, optax.MultiSteps):
         return inner.gradient_transformation()
     if not (callable(getattr(inner, "init", None)) and callable(getattr(inner, "update", None))):
@@ -216,11 +219,17 @@ def step(
 
     Raises:
         BackendError: `tx` was not made by `loss_scaled`.
+        StateError: `opt_state` is not of `tx`.
     """
     if not isinstance(tx, LossScaled):
         raise BackendError(
             f"amp.step needs what amp.loss_scaled returns, got {type(tx).__name__}; loss_scaled"
             " must be the outermost transformation"
+        )
+    if not isinstance(opt_state, LossScaledState):
+        raise StateError(
+            "amp.step(tx, grads, opt_state, params) needs the state of tx.init third, got"
+            f" {type(opt_state).__name__}"
         )
     old, new = (None, None) if extra is None else extra
     judged = tx.judge(grads, opt_state, loss)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from polyamp._errors import StateError
-from polyamp._interchange import scaler_from_dict, scaler_to_dict
+from polyamp._interchange import rule_to_dict, scaler_from_dict, scaler_to_dict
+from polyamp._scaling import Rule, Static
 from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
 from polyamp._state import decision as decided
 
@@ -36,7 +37,7 @@ def _is_scaler(value: Any) -> bool:
 
 def _array(value: Any) -> Any:
     """The array in a variable of nnx."""
-    return value.get_value() if hasattr(value, "get_value") else value
+    return value.get_value() if _is_variable(value) else value
 
 
 def scale_of(opt_state: Any) -> Array:
@@ -63,7 +64,8 @@ def check(opt_state: Any, told: int = 0) -> int:
 
     Args:
         opt_state: of `loss_scaled`.
-        told: what the last call returned.
+        told: steps known to be skipped, as the last call returned them; after a resume give
+            `int(amp.scaler_state(opt_state).skipped)`.
 
     Returns:
         The number of steps skipped so far.
@@ -73,6 +75,11 @@ def check(opt_state: Any, told: int = 0) -> int:
         StateError: no loss scaler in `opt_state`.
     """
     state = jax.device_get(scaler_state(opt_state))
+    if getattr(state.skipped, "ndim", 0):
+        raise StateError(
+            "check needs the state of one scaler, got a stack of them (vmap, pmap): give it one,"
+            " jax.tree.map(lambda leaf: leaf[0], opt_state)"
+        )
     raise_on_fault(state)
     skipped, scale = int(state.skipped), float(state.loss_scale)
     if skipped - told > 1:
@@ -89,25 +96,57 @@ def to_dict(tx: Any, opt_state: Any) -> dict[str, Any]:
         tx: what `loss_scaled` returned.
         opt_state: of `tx`; its arrays are read.
     """
-    return scaler_to_dict(tx.rule, scaler_state(opt_state))
+    return scaler_to_dict(rule_of(tx), scaler_state(opt_state))
 
 
 def from_dict(tx: Any, opt_state: Any, data: Any) -> Any:
     """`opt_state` with the loss scaler's state that `to_dict` wrote, in any framework.
 
     Raises:
-        StateError: not such a dict, or of another rule than that of `tx`.
+        StateError: not such a dict, or of another rule than that of `tx` (its initial scale aside).
     """
     rule, state = scaler_from_dict(data)
-    if rule != tx.rule:
-        raise StateError(
-            f"saved under the rule {rule!r}, but the optimizer has {tx.rule!r}: make it with"
-            " loss_scaled(..., rule=) of the saved one"
+    scaler_state(opt_state)
+    saved, mine = rule_to_dict(rule), rule_to_dict(rule_of(tx))
+    keys = [k for k in (*saved, *mine) if saved.get(k) != mine.get(k) and k != "init_scale"]
+    if keys:
+        shown = ", ".join(
+            f"{k}={saved.get(k)!r} (here {mine.get(k)!r})" for k in dict.fromkeys(keys)
         )
+        raise StateError(
+            f"saved under another rule: {shown}. Make the optimizer with the saved one:"
+            ' loss_scaled(..., rule=polyamp.rule_from_dict(data["rule"]))'
+        )
+    if not isinstance(rule, Static):
+        state = state._replace(loss_scale=min(state.loss_scale, rule.max_scale))
     new = typed(state)
     return jax.tree.map(
-        lambda leaf: new if _is_scaler(leaf) else leaf, opt_state, is_leaf=_is_scaler
+        lambda leaf: (
+            jax.tree.map(_put, leaf, new, is_leaf=_is_variable) if _is_scaler(leaf) else leaf
+        ),
+        opt_state,
+        is_leaf=_is_scaler,
     )
+
+
+def rule_of(tx: Any) -> Rule:
+    """The rule of what `loss_scaled` returned.
+
+    Raises:
+        StateError: `tx` is something else.
+    """
+    rule = getattr(tx, "rule", None)
+    if not isinstance(rule, Rule):
+        raise StateError(f"expected what amp.loss_scaled returns, got {type(tx).__name__}")
+    return rule
+
+
+def _is_variable(value: Any) -> bool:
+    return hasattr(value, "get_value")
+
+
+def _put(old: Any, new: Any) -> Any:
+    return old.replace(new) if _is_variable(old) else new
 
 
 def typed(state: ScalerState) -> ScalerState:

@@ -175,3 +175,11 @@ def test_flaxs_documented_training_loop():
     assert close(ends[0][0], ends[1][0], 1e-6)
     assert ends[0][1] == ends[1][1] == 1024.0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(ends[0][0]))
+
+
+def test_shapes_and_other_leaves_pass_through():
+    scale = amp.DynamicScale()
+    shapes = jax.eval_shape(lambda: amp.DynamicScale())
+    assert (shapes.scale.dtype, shapes.scale.shape) == (jnp.float32, ())
+    assert jax.tree.map(lambda _: 0, scale).scale == 0
+    assert jax.jit(lambda d: d.scale).lower(scale).compile()(scale) == 65536.0

@@ -344,8 +344,8 @@ class TestRefused:
         with pytest.raises(polyamp.PolicyError, match=r"no module matches 'heat' .*'head'"):
             variables(model)
         state = variables(Model())
-        with pytest.raises(polyamp.PolicyError, match="no module matches 'heat'"):
-            jax.eval_shape(lambda: model.apply(state, batch(), train=False))
+        out = jax.eval_shape(lambda: model.apply(state, batch(), train=False))
+        assert out.dtype == F32, "apply may leave out what only training calls: it refuses nothing"
 
     def test_a_module_met_only_in_training(self):
         rules = polyamp.PolicyMap({"Dropout_0": "float32"}, default="fp16")

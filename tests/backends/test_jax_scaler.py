@@ -273,7 +273,9 @@ class TestSaving:
         assert equal(back.scaler, state.scaler)
         assert equal(back.inner_state, tx.init(PARAMS).inner_state)
         other = amp.loss_scaled(optax.adam(1e-2), "torch")
-        with pytest.raises(polyamp.StateError, match="saved under the rule Dynamic"):
+        with pytest.raises(
+            polyamp.StateError, match=r"hysteresis=2 \(here 1\)"
+        ):
             amp.from_dict(other, other.init(PARAMS), data)
 
     def test_resume_equals_uninterrupted(self):
@@ -288,6 +290,32 @@ class TestSaving:
             params, restored = jax.jit(lambda *a: amp.step(tx, *a))(grads, restored, params)
         assert equal(restored.scaler, want[1].scaler)
         assert close(params, want[0], 1e-6)
+
+    def test_a_torch_scaler_goes_on_here_and_another_start_is_no_other_rule(self):
+        rule = polyamp.Dynamic.like("torch", init_scale=2.0**12, growth_interval=5)
+        data = polyamp.scaler_to_dict(rule, rule.init()._replace(loss_scale=2.0**9, clean=3))
+        tx = amp.loss_scaled(optax.sgd(1.0), polyamp.Dynamic.like("torch", growth_interval=5))
+        state = amp.from_dict(tx, tx.init(PARAMS), data)
+        assert (float(state.scaler.loss_scale), int(state.scaler.clean)) == (2.0**9, 3)
+        with pytest.raises(polyamp.StateError, match="one loss scaler in it, found 0"):
+            amp.from_dict(tx, optax.sgd(1.0).init(PARAMS), data)
+        with pytest.raises(polyamp.StateError, match=r"what amp\.loss_scaled returns, got"):
+            amp.to_dict(optax.sgd(1.0), state)
+
+    def test_into_an_optimizer_of_nnx(self):
+        from flax import nnx
+
+        tx = amp.loss_scaled(optax.adam(1e-2), polyamp.Dynamic(init_scale=4.0))
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        optim = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        saved = amp.to_dict(tx, optim.opt_state)
+        saved["state"]["loss_scale"] = 8.0
+        optim.opt_state = amp.from_dict(tx, optim.opt_state, saved)
+        graph, params = nnx.split(model)
+        of = amp.value_and_grad(lambda p: jnp.mean(nnx.merge(graph, p)(jnp.ones((1, 2)))))
+        optim.update(model, of(optim.opt_state, params)[1])
+        assert float(amp.scaler_state(optim.opt_state).loss_scale) == 8.0
+        assert int(amp.scaler_state(optim.opt_state).step) == 1
 
 
 class TestErrors:
@@ -358,6 +386,29 @@ class TestValueAndGrad:
         )
         assert (float(loss), float(aux["sum"])) == (30.0, 5.0)
         assert (float(da), float(db)) == (60.0, 40.0)
+
+    def test_jit_counts_its_arguments(self):
+        def fun(p, x, mode):
+            return p["w"].sum() * x.sum() if mode == "sum" else p["w"].sum()
+
+        params, x = {"w": jnp.ones(4)}, jnp.ones(4)
+        state = self.state(2.0)
+        of = jax.jit(amp.value_and_grad(fun), static_argnames="mode", donate_argnames="p")
+        loss, grads = of(state, params, x, mode="sum")
+        assert (float(loss), grads["w"].tolist()) == (16.0, [8.0] * 4)
+        assert params["w"].is_deleted()
+        assert not x.is_deleted()
+        assert not state.scaler.loss_scale.is_deleted()
+
+    def test_live_modules_with_more_than_parameters_are_refused(self):
+        from flax import nnx
+
+        rngs = nnx.Rngs(0)
+        of = amp.value_and_grad(lambda m: jnp.mean(m(jnp.ones((2, 4)))))
+        assert of(self.state(2.0), nnx.Linear(4, 4, rngs=rngs))[0].shape == ()
+        for module in (nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)):
+            with pytest.raises(TypeError, match=r"graph, params, rest = nnx\.split"):
+                of(self.state(2.0), module)
 
     def test_wrong_losses(self):
         for fun in (lambda p: jnp.ones(2) * p, lambda p: jnp.int32(3)):
