@@ -128,6 +128,18 @@ def agreed():
     return [float(v) for v in jax.jit(run)(jnp.arange(4.0))]
 
 
+def averaged(x):
+    """`pmean` of float16, complex and whole numbers."""
+
+    def one(share):
+        grads = {"half": share[0], "complex": share[0].astype(jnp.complex64), "count": jnp.int32(7)}
+        return amp.pmean(grads, "d")
+
+    run = jax.shard_map(one, mesh=mesh(), in_specs=P("d"), out_specs=P())
+    found = jax.jit(run)(x)
+    return [float(found["half"]), float(found["complex"].real), int(found["count"])]
+
+
 def dynamic_scale(x):
     def one(scale, param, share):
         return scale.value_and_grad(local_loss, axis_name="d")(param, share[0])
@@ -154,6 +166,7 @@ def main():
         found[f"pmap {name}"] = in_pmap(x)
         found[f"update {name}"] = update_in_shard_map(x)
         found[f"update, no vma {name}"] = update_in_shard_map(x, check_vma=False)
+        found[f"averaged {name}"] = averaged(x)
         found[f"dynamic_scale {name}"] = dynamic_scale(x)
     for kind in (AxisType.Auto, AxisType.Explicit):
         for form in ("step", "update"):

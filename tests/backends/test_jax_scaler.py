@@ -13,6 +13,7 @@ pytest.importorskip("jax", reason="these tests are about JAX")
 import jax
 import jax.numpy as jnp
 import optax
+import polyamp_toy
 from jax_scaler_cases import (
     OPTIMIZERS,
     PARAMS,
@@ -231,36 +232,40 @@ class TestUnderTransformations:
 
     @pytest.mark.usefixtures("strict_promotion")
     @pytest.mark.parametrize("seed", range(3))
-    def test_ten_thousand_steps_equal_the_host(self, seed):
+    def test_ten_thousand_steps_equal_the_hosts_and_numpys(self, seed):
         dice = random.Random(seed)
         rate = dice.uniform(0.05, 0.3)
         flags = [dice.random() > rate for _ in range(10_000)]
-        rule = polyamp.Dynamic.like(
-            ["torch", "megatron", "fairseq"][seed], growth_interval=7, init_scale=2.0**16
-        )
-        on_host, host = polyamp.bind(rule), rule.init()
-        want = []
-        for flag in flags:
-            host = on_host(host, polyamp.Signal(flag))
-            want.append(host.loss_scale)
+        name = ["torch", "megatron", "fairseq"][seed]
+        rule = polyamp.Dynamic.like(name, growth_interval=7, init_scale=2.0**16)
+        want = self.states_of(rule, polyamp.host, flags)
+        assert self.states_of(rule, polyamp_toy.xp, flags) == want
         tx = amp.loss_scaled(optax.sgd(1.0), rule)
 
         def body(carry, flag):
-            params, state = carry
             grads = jnp.where(flag, 1.0, jnp.inf).astype(jnp.float32)
-            params, state = amp.step(tx, grads, state, params)
-            return (params, state), state.scaler.loss_scale
+            params, state = amp.step(tx, grads, carry[1], carry[0])
+            return (params, state), state.scaler
 
-        start = (jnp.zeros(()), tx.init(jnp.zeros(())))
-        (_, state), scales = jax.jit(lambda f: jax.lax.scan(body, start, f))(jnp.array(flags))
-        assert scales.tolist() == want
-        assert [int(v) for v in jax.tree.leaves(state.scaler)[1:]] == [
-            int(v) for v in jax.tree.leaves(host)[1:]
-        ]
-        one = jax.jit(body)
-        for i in range(300):
-            start, scale = one(start, jnp.array(flags[i]))
-            assert float(scale) == want[i]
+        start, array = (jnp.zeros(()), tx.init(jnp.zeros(()))), jnp.array(flags)
+        _, scanned = jax.jit(lambda f: jax.lax.scan(body, start, f))(array)
+        columns = [leaf.tolist() for leaf in jax.tree.leaves(scanned)]
+        assert [tuple(row) for row in zip(*columns, strict=True)] == want
+        jitted, carry, rows = jax.jit(body), start, []
+        for flag in np.array(flags):
+            carry, scaler = jitted(carry, flag)
+            rows.append(tuple(leaf.item() for leaf in jax.tree.leaves(scaler)))
+        assert rows == want
+        assert jitted._cache_size() == 1
+
+    @staticmethod
+    def states_of(rule, xp, flags):
+        """All numbers of the state after each step, as the rule alone makes them."""
+        step, state, rows = polyamp.bind(rule, xp), rule.init(xp), []
+        for flag in flags:
+            state = step(state, polyamp.Signal(flag if xp is polyamp.host else np.bool_(flag)))
+            rows.append((float(state.loss_scale), *map(int, (*state[1:-1], *state.memory))))
+        return rows
 
 
 class TestSaving:

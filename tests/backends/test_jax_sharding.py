@@ -75,6 +75,11 @@ def test_reduce(found):
     assert found["agreed"] == [0.0, 1.0, 3.0, 0.25]
 
 
+def test_pmean(found):
+    assert found["averaged large"] == [30000.0, 30000.0, 7]
+    assert found["averaged mixed"] == [3.0, 3.0, 7]
+
+
 def test_dynamic_scale(found):
     assert found["dynamic_scale large"] == [True, 2.0, 30000.0]
     assert found["dynamic_scale mixed"] == [True, 2.0, 3.0]

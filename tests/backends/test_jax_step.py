@@ -87,8 +87,10 @@ class TestOneCompilation:
     def test_a_float16_scale_becomes_float32(self):
         tx = amp.loss_scaled(optax.sgd(1.0), START)
         opt_state = optax.tree.set(tx.init(jnp.ones(())), loss_scale=jnp.float16(2.0**15))
-        loss, grads = amp.value_and_grad(lambda p: p * 3.0)(opt_state, jnp.ones(()))
-        params, opt_state = jax.jit(lambda *a: amp.step(tx, *a))(grads, opt_state, jnp.ones(()))
+        train = jax.jit(lambda *a: amp.step(tx, *a))
+        with jax.numpy_dtype_promotion("strict"):
+            loss, grads = amp.value_and_grad(lambda p: p * 3.0)(opt_state, jnp.ones(()))
+            params, opt_state = train(grads, opt_state, jnp.ones(()))
         assert (grads.dtype, opt_state.scaler.loss_scale.dtype) == (jnp.float32, jnp.float32)
         assert (float(loss), float(params)) == (3.0, -2.0)
 

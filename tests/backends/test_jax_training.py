@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 pytest.importorskip("jax", reason="these tests are about JAX")
@@ -125,3 +127,31 @@ def test_clipping_sees_unscaled_gradients():
     norm = float(jnp.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(updates))))
     assert norm == pytest.approx(1.0, abs=1e-6)  # the unscaled gradients are clipped
     assert int(state.scaler.clean) == 1
+
+
+@dataclass(frozen=True)
+class Watching(polyamp.Static):
+    """Keeps the bits of the largest gradient it was shown."""
+
+    wants_amax = True
+
+    def init(self, xp=polyamp.host):
+        return super().init(xp)._replace(memory=(xp.c(0, "i32"),))
+
+    def bind_change(self, xp):
+        change = super().bind_change(xp)
+        return lambda state, good, signal: change(state, good, signal)._replace(
+            memory=(xp.bits(signal.amax),)
+        )
+
+
+def test_rules_that_ask_see_the_largest_scaled_gradient():
+    tx = amp.loss_scaled(optax.sgd(1.0), Watching(8.0))
+    grads = {"w": jnp.array([2.0, -24.0], jnp.float16), "b": jnp.ones(1)}
+    params = {"w": jnp.zeros(2), "b": jnp.zeros(1)}
+    params, state = jax.jit(lambda *a: amp.step(tx, *a))(grads, tx.init(params), params)
+    assert int(state.scaler.memory[0]) == polyamp.host.bits(24.0)
+    assert params["w"].tolist() == [-0.25, 3.0]
+    scale = amp.DynamicScale(rule=Watching(8.0))
+    scale, *_ = jax.jit(lambda s: s.value_and_grad(lambda p: p * -3.0)(jnp.ones(())))(scale)
+    assert int(scale.state.memory[0]) == polyamp.host.bits(24.0)
