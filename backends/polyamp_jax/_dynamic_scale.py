@@ -76,8 +76,8 @@ class DynamicScale(struct.PyTreeNode):
         arrays = (np.ndarray, np.generic, jax.Array)
         if isinstance(self.scale, (float, *arrays)):
             _set(self, scale=jnp.asarray(self.scale, jnp.float32))
-        if isinstance(self.fin_steps, arrays):
-            _set(self, fin_steps=jnp.asarray(self.fin_steps, jnp.int32))
+            if isinstance(self.fin_steps, (int, *arrays)):
+                _set(self, fin_steps=jnp.asarray(self.fin_steps, jnp.int32))
 
     def value_and_grad(
         self,

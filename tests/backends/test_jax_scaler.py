@@ -278,9 +278,7 @@ class TestSaving:
         assert equal(back.scaler, state.scaler)
         assert equal(back.inner_state, tx.init(PARAMS).inner_state)
         other = amp.loss_scaled(optax.adam(1e-2), "torch")
-        with pytest.raises(
-            polyamp.StateError, match=r"hysteresis=2 \(here 1\)"
-        ):
+        with pytest.raises(polyamp.StateError, match=r"hysteresis=2 \(here 1\)"):
             amp.from_dict(other, other.init(PARAMS), data)
 
     def test_resume_equals_uninterrupted(self):
@@ -345,7 +343,9 @@ class TestErrors:
             amp.step(inner, PARAMS, inner.init(PARAMS), PARAMS)
         with pytest.raises(polyamp.StateError, match="one loss scaler in it, found 0"):
             amp.value_and_grad(loss_fn)(inner.init(PARAMS), PARAMS, X)
-        twice = amp.loss_scaled(amp.loss_scaled(inner))
+        with pytest.raises(TypeError, match="loss_scaled already; once is enough"):
+            amp.loss_scaled(amp.loss_scaled(inner))
+        twice = optax.chain(amp.loss_scaled(inner), amp.loss_scaled(inner))
         with pytest.raises(polyamp.StateError, match="found 2"):
             amp.scaler_state(twice.init(PARAMS))
         with pytest.raises(polyamp.RuleError, match='skip must be "cond" or "select"'):
