@@ -64,7 +64,7 @@ class OnFramework:
         return {"keras": keras.__version__, self.framework: metadata.version(packages[0])}
 
     def device(self, requested: str | None) -> Device:
-        """`requested` ("cpu", "cuda:N" on torch, "gpu:N" else), or the first accelerator, or CPU.
+        """`requested` ("cpu", "cuda", "cuda:N"), or by default the first accelerator if any.
 
         Raises:
             BackendError: no such device, or the framework does not start.
@@ -73,9 +73,9 @@ class OnFramework:
             return Device("cpu", cpu_name())
         arguments = ("-m", "polyamp_keras._demo", "devices")
         known = in_fresh_python(*arguments, env=self._environment())
-        name = requested or (known[1:] or known)[0]
-        if name not in known:
-            name = f"{name.replace('cuda', known[-1].partition(':')[0])}:0".replace(":0:0", ":0")
+        kind, _, number = (requested or (known[1:] or known)[0]).partition(":")
+        kind = known[-1].partition(":")[0] if kind in ("cuda", "gpu") else kind
+        name = kind if kind == "cpu" else f"{kind}:{number or 0}"
         if name not in known:
             raise BackendError(
                 f"keras on {self.framework} has no device {requested!r} here; choose one of:"
