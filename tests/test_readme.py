@@ -20,7 +20,7 @@ def blocks(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = blocks(page)
-    for framework in ("torch", "jax", "flax"):
+    for framework in ("torch", "jax", "flax", "tensorflow", "keras"):
         if any(f"import {framework}" in block or f"from {framework}" in block for block in code):
             pytest.importorskip(framework, reason=f"{page.name} shows it")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`polyamp bench keras-step`: `fit` with polyamp's LossScaleOptimizer, with Keras' own, with none."""
+"""`polyamp bench keras-step`: `fit` under polyamp's LossScaleOptimizer, Keras' own, none."""
 
 from __future__ import annotations
 

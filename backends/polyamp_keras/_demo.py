@@ -74,7 +74,8 @@ class OnFramework:
         arguments = ("-m", "polyamp_keras._demo", "devices")
         known = in_fresh_python(*arguments, env=self._environment())
         kind, _, number = (requested or (known[1:] or known)[0]).partition(":")
-        kind = known[-1].partition(":")[0] if kind in ("cuda", "gpu") else kind
+        if kind in ("cuda", "gpu") and len(known) > 1:
+            kind = known[1].partition(":")[0]
         name = kind if kind == "cpu" else f"{kind}:{number or 0}"
         if name not in known:
             raise BackendError(
