@@ -32,7 +32,7 @@ def build() -> keras.Model:
         [
             keras.Input((8, 8, 1)),
             layers.Conv2D(16, 3, padding="same", use_bias=False),
-            layers.BatchNormalization(),
+            layers.BatchNormalization(momentum=0.9),
             layers.Activation("relu"),
             layers.Conv2D(32, 3, strides=2, padding="same", activation="relu"),
             layers.GlobalAveragePooling2D(),

@@ -69,8 +69,10 @@ class OnFramework:
         Raises:
             BackendError: no such device, or the framework does not start.
         """
+        threads = ", one thread" if self.framework == "torch" else ""
+        cpu = Device("cpu", cpu_name() + threads)
         if requested == "cpu":
-            return Device("cpu", cpu_name())
+            return cpu
         arguments = ("-m", "polyamp_keras._demo", "devices")
         known = in_fresh_python(*arguments, env=self._environment())
         kind, _, number = (requested or (known[1:] or known)[0]).partition(":")
@@ -83,7 +85,7 @@ class OnFramework:
                 f" {', '.join(known)}"
             )
         if name == "cpu":
-            return Device("cpu", cpu_name())
+            return cpu
         return Device(name, name, accelerator=True)
 
     def check(self, policy: Policy, device: Device) -> None:
@@ -132,6 +134,8 @@ class OnFramework:
         environment = {**_CHILD, "KERAS_BACKEND": self.framework}
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = "-1"
+            if self.framework == "torch":  # as in the demo of PyTorch alone
+                environment["OMP_NUM_THREADS"] = "1"
         elif device is not None:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             number = device.partition(":")[2]

@@ -155,7 +155,7 @@ def test_a_training_that_fails_says_why() -> None:
 @pytest.mark.parametrize("policy", ["16-true", "float64", "O2"])
 def test_other_policies_are_refused(policy: str) -> None:
     variant = _demo.OnFramework(FRAMEWORK)
-    with pytest.raises(PolicyError, match="[kK]eras"):
+    with pytest.raises(PolicyError, match=r"[kK]eras"):
         variant.check(Policy.parse(policy), variant.device("cpu"))
 
 
