@@ -221,6 +221,14 @@ def test_a_backend_without_a_demo_is_passed_over_unless_asked_for(fake, monkeypa
         runner.demo_backends(["bare"])
 
 
+def test_a_backend_may_come_in_variants(fake, monkeypatch):
+    kinds = {"slow": FakeBackend(), "fast": fake}
+    monkeypatch.setattr(sys.modules["fakework._demo"], "variants", lambda: kinds, raising=False)
+    assert runner.demo_backends() == {"fake (slow)": kinds["slow"], "fake (fast)": fake}
+    assert cli.main(["demo", "--task", "digits", "--policy", "no"]) == 0
+    assert [len(kind.trained) for kind in kinds.values()] == [1, 1]
+
+
 def test_no_framework_at_all(monkeypatch):
     monkeypatch.setattr("polyamp.backends", dict)
     with pytest.raises(BackendError, match=r"polyamp\[torch\]"):

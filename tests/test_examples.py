@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +41,26 @@ def test_jax_train(capsys: pytest.CaptureFixture[str]) -> None:
     for line in lines:
         first, last = map(float, line.split("loss ")[1].split(" -> "))
         assert last < 0.4 * first
+
+
+@pytest.mark.parametrize("framework", ["tensorflow", "jax", "torch"])
+def test_keras_fit(framework: str) -> None:
+    for needed in ("keras", framework):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-P", str(EXAMPLES / "keras_fit.py"), "4"],
+        env={**os.environ, "KERAS_BACKEND": framework, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    *_, state, accuracies = done.stdout.splitlines()
+    assert state == f"{framework}: scale 32768, reloaded: True"
+    mixed, served = (float(part.split()[-1]) for part in accuracies.split(", "))
+    assert mixed > 0.5
+    assert served == pytest.approx(mixed, abs=0.02)
 
 
 def test_every_example_is_tested() -> None:

@@ -17,6 +17,7 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = blocks(page)

@@ -87,6 +87,12 @@ BENCHES: dict[str, Bench] = {
         "a GradientTape step with LossScaler beside the same without scaling",
         needs="tensorflow",
     ),
+    "keras-step": Bench(
+        "polyamp_keras._bench",
+        "keras_step",
+        "fit with LossScaleOptimizer beside Keras' own, over the same without scaling",
+        needs="keras",
+    ),
 }
 """Every bench by its name on the command line."""
 

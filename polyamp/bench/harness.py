@@ -103,22 +103,31 @@ def _estimate(rounds: Sequence[Any], statistic: Callable[[Sequence[Any]], float]
     return Estimate(statistic(rounds), found[edge - 1], found[-edge])
 
 
-def in_fresh_python(*arguments: str) -> Any:
+def fresh_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process' environment with `changes`, for a Python that finds modules where it does."""
+    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+    return {**os.environ, **(changes or {}), "PYTHONPATH": path}
+
+
+def in_fresh_python(*arguments: str, env: Mapping[str, str] | None = None) -> Any:
     """Run Python with `arguments` in a new process and return the JSON value it prints.
 
     It finds modules where this process does, but not in the current directory.
+
+    Args:
+        arguments: of Python.
+        env: environment variables to set there.
 
     Raises:
         BackendError: the process failed or printed something else.
     """
     import json
 
-    path = os.pathsep.join(os.path.abspath(p) for p in sys.path)
     done = subprocess.run(
         [sys.executable, "-P", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env=fresh_environment(env),
         check=False,
     )
     try:

@@ -89,6 +89,9 @@ def _finite(value: object) -> object:
 def demo_backends(chosen: Sequence[str] = ()) -> dict[str, DemoBackend]:
     """The demo modules of the installed backends, or of the `chosen` ones, by name.
 
+    A module with a function `variants` stands for the demo backends that it gives by label; they
+    are named as in "keras (jax)".
+
     Raises:
         BackendError: a chosen backend is unknown, not installed, or has no demo; or there is none.
     """
@@ -102,12 +105,17 @@ def demo_backends(chosen: Sequence[str] = ()) -> dict[str, DemoBackend]:
     for name, module in modules.items():
         demo = f"{module.__name__}._demo"
         try:
-            found[name] = cast(DemoBackend, importlib.import_module(demo))
+            offered = importlib.import_module(demo)
         except ModuleNotFoundError as error:
             if error.name != demo:
                 raise
             if chosen:
                 raise BackendError(f"backend {name!r} has no demo (no module {demo})") from error
+            continue
+        if hasattr(offered, "variants"):
+            found |= {f"{name} ({label})": one for label, one in offered.variants().items()}
+        else:
+            found[name] = cast(DemoBackend, offered)
     if not found:
         raise BackendError(
             'no framework to run the demo in; install one, for example pip install "polyamp[torch]"'

@@ -97,8 +97,8 @@ class Result:
     Attributes:
         step_ms: median time of one optimizer step, milliseconds.
         memory_bytes: see `memory_kind`.
-        memory_kind: what was measured, as a column header: "peak memory" or
-            "saved for backward".
+        memory_kind: what was measured, as a column header: "peak memory", "saved for backward",
+            "step temporaries" or "all variables".
         metric: on the held-out samples, in the unit of `Task.metric`.
         skipped: optimizer steps not applied because a gradient was not finite.
         scale: the loss scale after the last step; None where scaling was off.
@@ -115,7 +115,10 @@ class Result:
 
 
 class DemoBackend(Protocol):
-    """What the module `<backend>._demo` has to offer; functions of a module will do."""
+    """What the module `<backend>._demo` has to offer; functions of a module will do.
+
+    Or it has a function `variants()`, which gives several such objects by label.
+    """
 
     def versions(self) -> Mapping[str, str]:
         """Name and version of every package whose speed or numerics the results depend on."""

@@ -127,6 +127,11 @@ def lines_under(rows: Sequence[Row]) -> list[str]:
         lines.append(
             "step temporaries: memory that the compiled step needs beside its inputs and outputs."
         )
+    if "all variables" in kinds:
+        lines.append(
+            "all variables: bytes of the model's and the optimizer's variables, which are float32"
+            " under every policy; what is kept for the backward pass is not in it."
+        )
     return lines + slower_on_cpu(rows)
 
 
