@@ -1,4 +1,4 @@
-"""Fixtures of the PyTorch tests."""
+"""Fixtures of the backends' tests."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Any]:
     from torch_scaler_cases import make_scaler
 
     return partial(make_scaler, request.param)
+
+
+@pytest.fixture
+def strict_promotion():
+    """Own code must pass it; optax's Adam does not."""
+    jax = pytest.importorskip("jax", reason="the test is about JAX")
+    with jax.numpy_dtype_promotion("strict"):
+        yield

@@ -202,3 +202,20 @@ def test_equinox_modules_and_filters():
     arrays, static = eqx.partition(model, eqx.is_array)
     call = autocast(lambda arrays: loss(eqx.combine(arrays, static), x), "fp16")
     assert matmuls(call, arrays) == [LOW] * 3
+
+
+def test_functions_of_the_users_that_bear_jaxs_names():
+    @jax.custom_jvp
+    def relu(x):
+        return x * 1e6
+
+    relu.defjvp(lambda primals, tangents: (relu(primals[0]), tangents[0] * 1e6))
+
+    @jax.jit
+    def norm(x, w):
+        return x @ w
+
+    x = jnp.ones((4, 4))
+    assert float(autocast(lambda x: relu(x @ x).max(), "fp16")(x)) == 4e6
+    text = str(jax.make_jaxpr(autocast(lambda x: norm(x @ x, x), "fp16"))(x))
+    assert "f16[4,4] = dot_general" in text
