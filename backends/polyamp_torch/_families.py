@@ -20,17 +20,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from polyamp_torch._cast import map_tensors, wide
 
 Tensor = torch.Tensor
+Function = TypeVar("Function", bound=Any)
 
 _NAMES: dict[str, str] = {
     "softmax": "softmax log_softmax softmin gumbel_softmax",
@@ -119,6 +120,24 @@ class _Active(threading.local):
 _active = _Active()
 
 
+_traceable: list[Any] = []
+
+
+def _untraced(function: Function) -> Function:
+    """Mark a function that Dynamo must not compile by itself after a graph break around it."""
+    _traceable.append(function.__code__)
+    return function
+
+
+def keep_from_dynamo() -> None:
+    """Tell Dynamo of the marked functions, once it is loaded; costs nothing before and after."""
+    if _traceable and "torch._dynamo" in sys.modules:
+        from torch._dynamo.eval_frame import skip_code
+
+        while _traceable:
+            skip_code(_traceable.pop())
+
+
 class Region:
     """Autocast to a low format with some families in float32, or neither; a context manager.
 
@@ -128,13 +147,14 @@ class Region:
         families: the families to widen.
     """
 
-    __slots__ = ("_device", "_dtype", "_entered", "_families", "_off", "_outside")
+    __slots__ = ("_device", "_dtype", "_entered", "_families", "_mode", "_off", "_outside")
 
     def __init__(self, device: str, dtype: torch.dtype | None, families: frozenset[str]) -> None:
         self._device, self._dtype, self._families = device, dtype, families
-        self._entered = contextlib.ExitStack()
+        self._entered: torch.autocast | None = None
+        self._mode: FamilyMode | None = None
 
-    @_disable_dynamo  # a graph break around it must not compile it by itself
+    @_untraced
     def __enter__(self) -> None:
         self._outside, self._off = (_active.families, _active.formats), False
         formats = _active.formats
@@ -145,27 +165,32 @@ class Region:
             if self._off:
                 torch.set_autocast_enabled(self._device, False)
         elif torch.amp.is_autocast_available(self._device):
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(_autocast(self._device, self._dtype, formats))
-                if self._families and self._device == "cpu":
-                    _register()
-                elif self._families and self._device != "cuda":
-                    stack.enter_context(FamilyMode(self._device, self._families))
-                self._entered = stack.pop_all()
+            if self._families and self._device == "cpu":
+                _register()
+            self._entered = _autocast(self._device, self._dtype, formats)
+            self._entered.__enter__()  # type: ignore[no-untyped-call]
+            if self._families and self._device not in ("cpu", "cuda"):
+                self._mode = FamilyMode(self._device, self._families)
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
         _active.families, _active.formats = self._families, formats
 
-    @_disable_dynamo
+    @_untraced
     def __exit__(self, *error: Any) -> None:
         _active.families, _active.formats = self._outside
         if self._off:
             torch.set_autocast_enabled(self._device, True)
-        self._entered.__exit__(*error)
+        if self._mode is not None:
+            self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._entered is not None:
+            self._entered.__exit__(*error)
 
 
+@_untraced
 def _autocasts(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+@_untraced
 def _autocast(device: str, dtype: torch.dtype, around: frozenset[torch.dtype]) -> torch.autocast:
     """torch.autocast, whose cache of cast weights must not serve two formats: it has one key."""
     return torch.autocast(device, dtype, cache_enabled=None if around <= {dtype} else False)
@@ -180,12 +205,12 @@ class Again:
     def __init__(self, families: frozenset[str]) -> None:
         self._families = families
 
-    @_disable_dynamo
+    @_untraced
     def __enter__(self) -> None:
         self._outside = _active.families
         _active.families = self._families
 
-    @_disable_dynamo
+    @_untraced
     def __exit__(self, *error: Any) -> None:
         _active.families = self._outside
 
@@ -206,6 +231,7 @@ _lock = threading.Lock()
 _KEY = "AutocastCPU"
 
 
+@_untraced
 def _register() -> None:
     """Put `_kernel` under the CPU's autocast key for every operator that torch leaves low there."""
     if _registered:
@@ -222,6 +248,7 @@ def _register() -> None:
 
 
 @functools.cache
+@_untraced
 def _operators() -> dict[tuple[str, str], str]:
     """(operator, overload) -> family, of all that have no autocast kernel of torch's own."""
     found = {}
@@ -234,6 +261,7 @@ def _operators() -> dict[tuple[str, str], str]:
     return found
 
 
+@_untraced
 def _is_open(operator: Any) -> bool:
     schema = operator._schema
     name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")

@@ -31,7 +31,7 @@ from polyamp._policy_map import PolicyMap
 from polyamp._policy_pattern import OP_FAMILIES
 from polyamp_torch._cast import cast, default_device_type, dtype_of, map_tensors
 from polyamp_torch._dtypes import LOW, WIDE, check_parameters, own_of, retype, target_of
-from polyamp_torch._families import Again, FamilyMode, Region, traced
+from polyamp_torch._families import Again, FamilyMode, Region, keep_from_dynamo, traced
 from polyamp_torch._wrappers import check_ddp, unwrapped
 
 Module = torch.nn.Module
@@ -86,6 +86,8 @@ def run(module: Module, applied: Applied, /, *args: Any, **kwargs: Any) -> Any:
     applied.ran = True
     forward = applied.forward or functools.partial(type(module).forward, module)
     tracing = torch.compiler.is_compiling()
+    if not tracing:
+        keep_from_dynamo()
     if not applied.boundary:
         if not tracing:
             with Again(applied.families):

@@ -202,12 +202,13 @@ class Trainer:
             raise
 
     def _step(self, window: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        total = torch.zeros((), device=self.device)
+        parts: list[Tensor] = []
         for number, batch in enumerate(window, start=1):
             outputs, target = self.forward(self.model, batch)
-            loss = self.criterion(outputs, target) / len(window)
+            loss = self.criterion(outputs, target)
+            loss = loss / len(window) if len(window) > 1 else loss
             self.scaler.scale(loss).backward()
-            total += loss.detach()
+            parts.append(loss.detach())
             if number < len(window) and isinstance(self.optimizer, MasterWeights):
                 self.optimizer.accumulate()
         norm = self.scaler.clip_and_step(self.optimizer, self.max_norm)
@@ -218,7 +219,7 @@ class Trainer:
         if self.ema is not None and self.scaler.applied(self.optimizer):
             self.ema.update()
         self.optimizer.zero_grad()
-        return total, norm
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(), norm
 
     def forward(self, model: torch.nn.Module, batch: Any) -> tuple[Any, Any]:
         """(outputs, in float32 where they were lower, and target) of `(input, ..., target)`."""
