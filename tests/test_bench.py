@@ -197,7 +197,7 @@ class TestCommand:
         ]
 
     def test_table_with_rich(self, fake, capsys):
-        pytest.importorskip("rich")
+        pytest.importorskip("rich", reason="the table is drawn with rich")
         fake(KEPT, MISSED)
         assert cli.main(["bench", "fake"]) == 1
         out = capsys.readouterr().out

@@ -139,7 +139,7 @@ def test_dtype_objects_of_numpy_and_ml_dtypes(name):
 
 @pytest.mark.parametrize("name", STORED)
 def test_dtype_objects_of_torch(name):
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="reads torch's dtype objects")
     assert format_of(getattr(torch, name)) is FORMATS[name]
 
 

@@ -113,7 +113,7 @@ def test_dtypes_are_kept_by_canonical_name():
 
 
 def test_torch_dtypes_are_accepted():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="reads torch's dtype objects")
     assert Policy(torch.float32, torch.half, torch.float) == Policy(F32, F16, F32)
 
 

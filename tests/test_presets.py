@@ -71,7 +71,7 @@ def test_overrides_replace_the_systems_own_parameters() -> None:
 
 
 def test_torch_and_polyamp_agree_with_torchs_own_kernel() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="compares with torch's own scaler")
     rule, dice = polyamp.Dynamic.like("torch", growth_interval=3), random.Random(5)
     overflows = [int(dice.random() < 0.2) for _ in range(400)]
     scale, tracker = torch.tensor(rule.init_scale), torch.tensor(0, dtype=torch.int32)

@@ -183,7 +183,7 @@ def test_a_stateful_nnx_module_closed_over_is_an_error():
 
 
 def test_equinox_modules_and_filters():
-    eqx = pytest.importorskip("equinox")
+    eqx = pytest.importorskip("equinox", reason="a model of equinox")
     model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0), activation=jnp.tanh)
 
     def loss(model, x):

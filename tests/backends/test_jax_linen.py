@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 
@@ -14,104 +13,24 @@ nn = pytest.importorskip("flax.linen", reason="flax is not installed")
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
+from jax_linen_cases import (  # noqa: E402
+    F16,
+    F32,
+    HEAD32,
+    SEEN,
+    Model,
+    Tied,
+    batch,
+    dtypes,
+    gradients,
+    note,
+    same,
+    shapes,
+    variables,
+)
 
 import polyamp  # noqa: E402
 from polyamp_jax._modules import apply_policy, remove_policy  # noqa: E402
-
-F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
-HEAD32 = polyamp.PolicyMap({"head": "float32"}, default="fp16")
-SEEN: dict[str, Any] = {}
-
-
-def note(name, *arrays):
-    SEEN[name] = tuple(a.dtype.name for a in arrays)
-
-
-class Block(nn.Module):
-    """Attention and a gate of its own; `dtype` and `cast` are for the hand-written version."""
-
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x, carry=None):
-        low = self.dtype or x.dtype
-        y = nn.LayerNorm(dtype=None)(x.astype(F32) if self.dtype else x).astype(low)
-        y = nn.MultiHeadDotProductAttention(
-            2, dtype=self.dtype, force_fp32_for_softmax=bool(self.dtype)
-        )(y)
-        gate = self.param("gate", nn.initializers.normal(), (8,))
-        note("gate", gate, y)
-        x = x + y * (gate.astype(low) if self.dtype else gate)
-        return x if carry is None else (x, None)
-
-
-class Model(nn.Module):
-    dtype: Any = None
-    wrap: str = "plain"
-
-    @nn.compact
-    def __call__(self, x, train=True):
-        d = self.dtype
-        x = x.astype(d or x.dtype)
-        x = nn.Dense(8, dtype=d)(x)
-        x = nn.BatchNorm(not train)(x.astype(F32) if d else x).astype(x.dtype)
-        note("norm", x)
-        if self.wrap == "scan":
-            layers = nn.scan(
-                Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-            )
-            x, _ = layers(d, name="blocks")(x, ())
-        elif self.wrap == "remat":
-            x = nn.remat(Block)(d, name="blocks")(x)
-        else:
-            x = Block(d, name="blocks")(x)
-        x = nn.Dropout(0.5, deterministic=not train)(x)
-        note("dropped", x)
-        x = nn.Dense(4, name="head")(x.astype(F32) if d else x)
-        note("head", x)
-        return x
-
-
-def batch():
-    return jax.random.normal(jax.random.key(5), (4, 3, 8))
-
-
-def variables(model):
-    return jax.jit(model.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch())
-
-
-def shapes(model, *args):
-    """Variables and output of a model, their values left out."""
-    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    state = jax.eval_shape(model.init, rngs, *args)
-    return state, jax.eval_shape(lambda v: model.apply(v, *args, rngs=rngs, mutable=True)[0], state)
-
-
-def gradients(model, state, **how):
-    def loss(params, x):
-        out, new = model.apply(
-            {**state, "params": params},
-            x,
-            rngs={"dropout": jax.random.key(2)},
-            mutable=["batch_stats"],
-            **how,
-        )
-        return (out.astype(F32) ** 2).sum(), (out, new)
-
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(state["params"], batch())
-
-
-def same(left, right):
-    def equal(a, b):
-        return a.dtype == b.dtype and bool((a == b).all())
-
-    return jax.tree.structure(left) == jax.tree.structure(right) and jax.tree.all(
-        jax.tree.map(equal, left, right)
-    )
-
-
-def dtypes(tree):
-    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
 
 
 class TestDtypes:
@@ -173,21 +92,6 @@ class TestByHand:
         with jax.numpy_dtype_promotion("strict"):
             model = apply_policy(nn.Sequential([nn.Dense(8), nn.LayerNorm(), nn.Dense(2)]), "fp16")
             assert shapes(model, batch())[1].dtype == F32
-
-
-class Tied(nn.Module):
-    dtype: Any = None
-
-    def setup(self):
-        self.embed = nn.Embed(10, 8, dtype=self.dtype)
-        self.layers = [nn.Dense(8, dtype=self.dtype) for _ in range(2)]
-
-    def __call__(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        note("tied", x)
-        return self.embed.attend(x)
 
 
 class TestModels:
@@ -336,64 +240,6 @@ class TestTheModuleItself:
 
 
 HEAD32_TIED = polyamp.PolicyMap({"layers_0": "float32"}, default="fp16")
-
-
-class TestRefused:
-    def test_a_rule_without_a_module(self):
-        model = apply_policy(Model(), polyamp.PolicyMap({"heat": "float32"}, default="fp16"))
-        with pytest.raises(polyamp.PolicyError, match=r"no module matches 'heat' .*'head'"):
-            variables(model)
-        state = variables(Model())
-        out = jax.eval_shape(lambda: model.apply(state, batch(), train=False))
-        assert out.dtype == F32, "apply may leave out what only training calls: it refuses nothing"
-
-    def test_a_module_met_only_in_training(self):
-        rules = polyamp.PolicyMap({"Dropout_0": "float32"}, default="fp16")
-        model = apply_policy(Model(), rules)
-        state = variables(model)
-        assert jax.eval_shape(lambda: model.apply(state, batch(), train=False)).dtype == F32
-
-    def test_bound_or_part_of_another(self):
-        model = apply_policy(Tied(), "fp16")
-        ids = jnp.arange(3)
-        state = model.init(jax.random.key(0), ids)
-        with pytest.raises(polyamp.PolicyError, match="only its own init and apply follow"):
-            model.bind(state)
-        with pytest.raises(polyamp.PolicyError, match="only its own init and apply follow"):
-            nn.Sequential([model]).init(jax.random.key(0), ids)
-        with pytest.raises(polyamp.PolicyError, match="is bound to variables"):
-            apply_policy(Tied().bind(state), "fp16")
-
-    def test_another_family(self):
-        with pytest.raises(polyamp.PolicyError, match="op:exp"):
-            apply_policy(Tied(), polyamp.PolicyMap({"op:exp": "fp16"}, default="fp16"))
-
-    def test_a_given_dtype_wins_with_a_warning(self):
-        class Given(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                x = nn.Dense(8, dtype=F32, name="stubborn")(x)
-                note("stubborn", x)
-                return nn.LayerNorm(dtype=F32)(x)
-
-        model = apply_policy(Given(), "mixed_float16")
-        with pytest.warns(UserWarning, match=r"stubborn \(float32, not float16\)\. Leave"):
-            state = model.init(jax.random.key(0), batch())
-        with pytest.warns(UserWarning, match="wins over the policy"):
-            out = model.apply(state, batch())
-        assert SEEN["stubborn"] == ("float32",)
-        assert out.dtype == F16
-
-    def test_an_error_inside_leaves_nothing_behind(self):
-        class Broken(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                raise RuntimeError("broken")
-
-        with pytest.raises(RuntimeError, match="broken"):
-            apply_policy(Broken(), "fp16").init(jax.random.key(0), batch())
-        out = nn.Dense(2).init_with_output(jax.random.key(0), batch())[0]
-        assert out.dtype == F32
 
 
 def test_float16_log_softmax_is_a_matter_of_operations():

@@ -106,7 +106,7 @@ def test_select_gives_what_cond_gives(name):
 
 
 def test_orbax_saves_and_restores(tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
+    checkpoint = pytest.importorskip("orbax.checkpoint", reason="saves with orbax")
     tx = amp.loss_scaled(optax.adam(1e-2), polyamp.Dynamic.like("fairseq", init_scale=2.0**13))
     params, opt_state, _ = run(tx, [0.0, INF, 0.0])
     with checkpoint.StandardCheckpointer() as saver:

@@ -282,8 +282,8 @@ class TestManyGradients:
         assert q.item() == -1.0
 
     def test_of_tensors_spread_over_processes(self, make, tmp_path):
-        dist = pytest.importorskip("torch.distributed")
-        tensor = pytest.importorskip("torch.distributed.tensor")
+        dist = pytest.importorskip("torch.distributed", reason="needs a torch built with it")
+        tensor = pytest.importorskip("torch.distributed.tensor", reason="needs DTensor")
         dist.init_process_group(
             "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
         )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="these tests are about torch")
 
 from torch import nn  # noqa: E402
 
