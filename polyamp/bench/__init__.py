@@ -1,6 +1,7 @@
 """`polyamp bench`: measure polyamp beside what it replaces, and hold it to its limits.
 
-A bench is a function `(quick, tell) -> Report`; `BENCHES` says where it is. Exit status 1 where a
+A bench is a function `(quick, tell) -> Report`; `BENCHES` says where it is. One that replays
+traces also takes `traces=`, names and files. Exit status 1 where a
 limit is missed.
 """
 
@@ -14,9 +15,8 @@ from polyamp._errors import BackendError, PolyampError, closest
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from polyamp.bench.harness import Tell
     from polyamp.bench.report import Report
 
 __all__ = ["BENCHES", "Bench", "add_arguments", "run"]
@@ -29,14 +29,16 @@ class Bench(NamedTuple):
         module, function: of `function(quick: bool, tell: Tell) -> Report`.
         text: what it measures, in a few words.
         needs: the framework it runs in, which is also the extra that installs it; None for none.
+        takes_traces: whether the function takes `traces`, from --trace.
     """
 
     module: str
     function: str
     text: str
     needs: str | None = None
+    takes_traces: bool = False
 
-    def load(self) -> Callable[[bool, Tell], Report]:
+    def load(self) -> Callable[..., Report]:
         """The function; imports the framework.
 
         Raises:
@@ -51,12 +53,18 @@ class Bench(NamedTuple):
                 f"this bench needs {self.needs}, which is not installed: pip install"
                 f' "polyamp[{self.needs}]"'
             ) from error
-        function: Callable[[bool, Tell], Report] = getattr(module, self.function)
+        function: Callable[..., Report] = getattr(module, self.function)
         return function
 
 
 BENCHES: dict[str, Bench] = {
     "core": Bench("polyamp.bench.core", "core", "time of the import and of one transition"),
+    "scalers": Bench(
+        "polyamp.bench.scalers",
+        "scalers",
+        "what every scaling rule loses, over recorded and made-up gradients",
+        takes_traces=True,
+    ),
     "torch-step": Bench(
         "polyamp_torch._bench",
         "torch_step",
@@ -105,6 +113,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object instead of the table"
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds, wider intervals")
+    parser.add_argument(
+        "--trace",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="with scalers: traces, or folders of .npz, in the place of the shipped ones",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,10 +128,16 @@ def run(args: argparse.Namespace) -> int:
     With --json stdout carries the object alone; progress goes to stderr.
 
     Raises:
-        PolyampError: there is no such bench.
+        PolyampError: there is no such bench, or it takes no --trace.
         BackendError: the framework it needs is not installed, or a measuring process failed.
     """
-    report = _named(args.name).load()(args.quick, _tell)
+    bench = _named(args.name)
+    given: dict[str, Sequence[str]] = {}
+    if getattr(args, "trace", None):
+        if not bench.takes_traces:
+            raise PolyampError(f"bench {args.name} takes no --trace")
+        given["traces"] = args.trace
+    report = bench.load()(args.quick, _tell, **given)
     if args.json:
         print(report.to_json())
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,9 +126,12 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def text_table(rows: Sequence[Row]) -> list[str]:
     """The table as lines of plain text, numbers to the right."""
-    lines = [HEADERS, *(cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADERS))]
-    right = {1, 3, 4}
+    return aligned([HEADERS, *(cells(row) for row in rows)], (1, 3, 4))
+
+
+def aligned(lines: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Lines of cells as lines of text with columns of one width; `right` are set to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return [
         "  ".join(
             text.rjust(width) if i in right else text.ljust(width)

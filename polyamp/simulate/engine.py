@@ -1,15 +1,15 @@
 """Replaying a trace through a rule, and what comes of it.
 
-    overflow traces: the flags as recorded, whatever the scale: another scale could have avoided
-                     an overflow, or met one, and the trace cannot tell
-    range traces:    overflow = largest * scale >= 65520       (what float16 rounds to infinity)
-                     amax     = float32(amax * scale), 0 below 2**-25
-                     sub      = share of the parameters' entries from 2**-25 / scale to
-                                2**-14 / scale
-                     flushed  = share of all entries below 2**-25 / scale, on an applied step
-                     lost     = skips / T + (1 - skips / T) * mean flushed
-                     headroom = log2(65520 / (largest * scale))
-    A skipped step tells the rule that it overflowed, and nothing else.
+overflow traces: the flags as recorded, whatever the scale: another scale could have avoided
+                 an overflow, or met one, and the trace cannot tell
+range traces:    overflow = largest * scale >= 65520       (what float16 rounds to infinity)
+                 amax     = float32(amax * scale), 0 below 2**-25
+                 sub      = share of the parameters' entries from 2**-25 / scale to
+                            2**-14 / scale
+                 flushed  = share of all entries below 2**-25 / scale, on an applied step
+                 lost     = skips / T + (1 - skips / T) * mean flushed
+                 headroom = log2(65520 / (largest * scale))
+A skipped step tells the rule that it overflowed, and nothing else.
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ class Outcome:
     final_scale: float
     skipped: Bools
     fault_step: int | None = None
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest scale, the final one included."""
+        return (
+            min(float(self.scales.min()), self.final_scale),
+            max(float(self.scales.max()), self.final_scale),
+        )
 
     @property
     def skips(self) -> int:

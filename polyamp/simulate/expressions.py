@@ -1,10 +1,9 @@
 """Rules and generated traces as text: `NAME`, `NAME:VALUE` or `NAME:KEY=VALUE,KEY=VALUE`.
 
-    torch                                            a preset
-    megatron:growth_interval=500                     ... with other parameters
-    auto, dynamic, static, twophase, ...             a rule with its defaults
-    dynamic:init_scale=2**16,growth_interval=100
-    static:1024                                      the first value is init_scale
+torch, auto, two-phase                           what `rule=` takes, with its defaults
+megatron:growth_interval=500                     ... with other parameters
+dynamic:init_scale=2**16,growth_interval=100
+static:1024                                      a value without key is init_scale
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from polyamp._errors import PolyampError, RuleError, closest
-from polyamp._interchange import RULES
 from polyamp._presets import PRESETS, like, resolve_rule
 from polyamp._scaling import Rule
 
@@ -75,34 +73,16 @@ def parse_rule(text: str) -> Rule:
         raise RuleError(f"rule {error}") from error
     if parsed.name in PRESETS:
         return like(parsed.name, **values)
-    plain = _by_name().get(_squeezed(parsed.name))
-    if plain is None:
-        known = rule_names()
-        near = closest(parsed.name, known)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RuleError(f"unknown rule {parsed.name!r}: choose from {', '.join(known)}{hint}")
-    rule = resolve_rule("auto") if plain == "auto" else plain()
+    rule = resolve_rule(parsed.name)
     allowed = [f.name for f in fields(rule)]  # type: ignore[arg-type]
     for key in values:
         if key not in allowed:
+            near = closest(key, allowed)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise RuleError(
-                f"rule {text!r}: {type(rule).__name__} has no parameter {key!r}; it has"
-                f" {', '.join(allowed)}"
+                f"{type(rule).__name__} has no parameter {key!r}{hint} It has: {', '.join(allowed)}"
             )
     return replace(rule, **values)  # type: ignore[type-var]
-
-
-def rule_names() -> list[str]:
-    """Every name that `parse_rule` knows."""
-    return ["auto", *(name.lower() for name in RULES), *PRESETS]
-
-
-def _by_name() -> dict[str, Any]:
-    return {"auto": "auto"} | {name.lower(): cls for name, cls in RULES.items()}
-
-
-def _squeezed(name: str) -> str:
-    return re.sub(r"[-_ ]", "", name)
 
 
 def read_value(text: str) -> Any:
