@@ -26,16 +26,20 @@ from polyamp._errors import StateError as StateError
 from polyamp._formats import FORMATS as FORMATS
 from polyamp._formats import Format as Format
 from polyamp._formats import format_of as format_of
+from polyamp._history import DelayedScaling as DelayedScaling
+from polyamp._history import TwoPhase as TwoPhase
 from polyamp._interchange import rule_from_dict as rule_from_dict
 from polyamp._interchange import rule_to_dict as rule_to_dict
 from polyamp._interchange import scaler_from_dict as scaler_from_dict
 from polyamp._interchange import scaler_to_dict as scaler_to_dict
 from polyamp._interchange import state_from_dict as state_from_dict
 from polyamp._interchange import state_to_dict as state_to_dict
+from polyamp._logmax import LogMax as LogMax
 from polyamp._policy import Policy as Policy
 from polyamp._policy import parse_policy as parse_policy
 from polyamp._policy import require_supported as require_supported
 from polyamp._policy_map import PolicyMap as PolicyMap
+from polyamp._predictive import Predictive as Predictive
 from polyamp._presets import presets as presets
 from polyamp._presets import resolve_rule as resolve_rule
 from polyamp._registry import Backend as Backend
@@ -71,16 +75,20 @@ __all__ = [
     "FORMATS",
     "Format",
     "format_of",
+    "DelayedScaling",
+    "TwoPhase",
     "rule_from_dict",
     "rule_to_dict",
     "scaler_from_dict",
     "scaler_to_dict",
     "state_from_dict",
     "state_to_dict",
+    "LogMax",
     "Policy",
     "parse_policy",
     "require_supported",
     "PolicyMap",
+    "Predictive",
     "presets",
     "resolve_rule",
     "Backend",

@@ -178,6 +178,11 @@ class Dynamic(Rule):
         clean = -1 if self.late_first_window else 0
         return head(self, xp, clean=clean, left=self.hysteresis, memory=memory)
 
+    def memory_range(self) -> tuple[tuple[int, int], ...]:
+        """Least and largest value of each entry of `ScalerState.memory`."""
+        counts = ((0, COUNT_CAP), (0, COUNT_CAP)) if self.tolerance else ()
+        return (*counts, (1, WINDOW_CAP)) if self.window_follows_scale else counts
+
     def bind_change(self, xp: Namespace) -> Callable[[ScalerState, Any, Signal], Change]:
         """The rule's function with its constants prepared."""
         where = xp.where

@@ -15,8 +15,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from polyamp._dynamic import COUNT_CAP, WINDOW_CAP, Dynamic
+from polyamp._dynamic import Dynamic
 from polyamp._errors import RuleError, StateError, closest
+from polyamp._history import DelayedScaling, TwoPhase
+from polyamp._logmax import LogMax
+from polyamp._predictive import Predictive
 from polyamp._scaling import Rule, Static
 from polyamp._state import Fault, Reason, ScalerState
 from polyamp._xp import F32_MAX, f32, host
@@ -24,7 +27,9 @@ from polyamp._xp import F32_MAX, f32, host
 VERSION = 1
 """Version of the portable form."""
 
-RULES: dict[str, type[Rule]] = {"Static": Static, "Dynamic": Dynamic}
+RULES: dict[str, type[Rule]] = {
+    rule.__name__: rule for rule in (Static, Dynamic, Predictive, LogMax, DelayedScaling, TwoPhase)
+}
 """Rules by the name they are saved under."""
 
 _COUNTS = {"left": 1, "step": 0, "skipped": 0, "skipped_in_a_row": 0}
@@ -96,8 +101,8 @@ def state_from_dict(data: Any, rule: Rule) -> ScalerState:
         reason=_integer(values["reason"], "reason", 0, max(Reason)),
         fault=_integer(values["fault"], "fault", 0, max(Fault)),
         memory=tuple(
-            _integer(m, "memory", min(new, 1), WINDOW_CAP if new else COUNT_CAP)
-            for m, new in zip(memory, fresh.memory, strict=True)
+            _integer(m, "memory", low, high)
+            for m, (low, high) in zip(memory, rule.memory_range(), strict=True)
         ),
     )
 

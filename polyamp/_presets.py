@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 from polyamp._dynamic import Dynamic
 from polyamp._errors import RuleError, closest
+from polyamp._history import DelayedScaling, TwoPhase
+from polyamp._logmax import LogMax
+from polyamp._predictive import Predictive
 from polyamp._scaling import Rule, Static
 from polyamp._xp import F32_MAX
 
@@ -113,26 +116,33 @@ def like(system: str, **overrides: Any) -> Dynamic:
     return Dynamic(**values)
 
 
+_OWN: dict[str, type[Rule]] = {
+    "auto": Predictive,
+    "dynamic": Dynamic,
+    "static": Static,
+    "predictive": Predictive,
+    "logmax": LogMax,
+    "delayed": DelayedScaling,
+    "two-phase": TwoPhase,
+}
+"""polyamp's own rules by the name `rule=` takes; each with its defaults."""
+
+
 def resolve_rule(rule: Rule | str | None, default: Rule | None = None) -> Rule:
     """A rule from what users pass as `rule=`: a rule, a preset's name, or None for the default.
 
     Raises:
-        RuleError: an unknown name; "auto", which the predictive rule will serve; another type.
+        RuleError: an unknown name; another type.
     """
     if rule is None:
         return Dynamic() if default is None else default
     if isinstance(rule, Rule):
         return rule
-    if rule == "auto":
-        raise RuleError(
-            'rule="auto" needs the predictive rule, which this version does not have yet; pass'
-            ' Dynamic(...) or the name of a system such as "torch" or "megatron"'
-        )
-    if rule in ("dynamic", "static"):
-        return Dynamic() if rule == "dynamic" else Static()
+    if rule in _OWN:
+        return _OWN[rule]()
     if isinstance(rule, str):
         return like(rule)
     raise RuleError(
         f"rule must be a rule such as Dynamic() or Static(128.0), or one of"
-        f" {', '.join(['dynamic', 'static', *PRESETS])}; got {rule!r}"
+        f" {', '.join([*_OWN, *PRESETS])}; got {rule!r}"
     )

@@ -64,6 +64,10 @@ class Rule(ABC):
     def bind_change(self, xp: Namespace) -> Callable[[ScalerState, Any, Signal], Change]:
         """The rule's function `(state, good, signal) -> Change` with its constants prepared."""
 
+    def memory_range(self) -> tuple[tuple[int, int], ...]:
+        """Least and largest value of each entry of `ScalerState.memory`."""
+        return ()
+
     def can_fault(self) -> bool:
         """Whether this rule can ever set `ScalerState.fault`."""
         return self.max_skips_in_a_row is not None

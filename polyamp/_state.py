@@ -24,6 +24,8 @@ class Reason(IntEnum):
     """Skipped; the floor or the threshold limited or forbade the cut."""
     LOSS_NOT_FINITE = 5
     """Skipped; the forward loss itself was infinite or NaN."""
+    LOWERED = 6
+    """Applied; the scale went down before anything overflowed."""
 
 
 class Fault(IntEnum):
@@ -60,7 +62,7 @@ class ScalerState(NamedTuple):
     fault: Any
     """i32: `Fault`; once set it stays until somebody on the host has acted on it."""
     memory: tuple[Any, ...] = ()
-    """i32 values the rule keeps for itself; see the rule."""
+    """i32 scalars the rule keeps for itself; see the rule."""
 
 
 class Signal(NamedTuple):

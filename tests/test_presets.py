@@ -124,7 +124,6 @@ def test_resolving_a_rule() -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ("auto", "predictive rule"),
         ("megatorn", "did you mean 'megatron'"),
         (128.0, "got 128.0"),
         (polyamp.Dynamic, "Dynamic"),

@@ -40,7 +40,7 @@ def rule_from(rule: Rule | str | None, given: dict[str, Any]) -> Rule:
         given: torch's and our parameters of a rule that were given beside it.
 
     Raises:
-        RuleError: both, or a parameter out of range, or a rule that wants amax.
+        RuleError: both, or a parameter out of range.
     """
     if rule is None:
         return like("torch", **given)
@@ -50,7 +50,4 @@ def rule_from(rule: Rule | str | None, given: dict[str, Any]) -> Rule:
             f"give either rule= or {', '.join(given)}, not both; a rule takes them itself, as in"
             f' Dynamic.like("megatron", {first}={value!r})'
         )
-    chosen = resolve_rule(rule)
-    if chosen.wants_amax:
-        raise RuleError(f"GradScaler does not measure amax, which {chosen!r} needs")
-    return chosen
+    return resolve_rule(rule)

@@ -87,7 +87,7 @@ def inspect(
     if amax:
         top = torch.zeros((), dtype=torch.float32, device=home)
         for _, other in largest:
-            top = torch.maximum(top, _as_f32(other).to(home))
+            top = torch.maximum(top, as_f32(other).to(home))
         signal = signal._replace(amax=top)
     return signal._replace(sub=_share(values, home)) if sub else signal
 
@@ -98,7 +98,8 @@ def _on(value: Any, home: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device=home)
 
 
-def _as_f32(amax: Tensor) -> Tensor:
+def as_f32(amax: Tensor) -> Tensor:
+    """A magnitude in f32: finite ones stay finite."""
     limit = torch.finfo(torch.float32).max
     narrow = amax.clamp(max=limit) if amax.dtype == torch.float64 else amax
     return torch.where(torch.isinf(amax), amax, narrow).to(torch.float32)

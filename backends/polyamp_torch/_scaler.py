@@ -28,6 +28,7 @@ from polyamp_torch._arguments import (
 )
 from polyamp_torch._cast import default_device_type
 from polyamp_torch._grads import Gradients, combined, scaled
+from polyamp_torch._inspect import as_f32
 from polyamp_torch._state import Keeper
 from polyamp_torch._state_dict import export_state, import_state
 from polyamp_torch._stepping import Stepping
@@ -197,7 +198,8 @@ class GradScaler(Stepping):
 
         Raises:
             AssertionError: no optimizer was checked since the last update (as torch).
-            RuleError: `new_scale` is not a positive finite number.
+            RuleError: `new_scale` is not a positive finite number; or the rule needs the largest
+                gradient and an optimizer unscaled by itself, so that nobody measured it.
             ScaleFloorError: the rule gave up (host mode). The scaler stays usable.
         """
         if not self._enabled:
@@ -213,8 +215,10 @@ class GradScaler(Stepping):
                     "update() found no inf checks: call scaler.step(optimizer), with gradients"
                     " there, before it"
                 )
+            tops = [top for r in records for top in r.get("amax_per_device", {}).values()]
+            amax = as_f32(combined(tops, scale.device)) if tops else None
             self._last_decision = self._keeper.advance(
-                scale, tracker, combined(found, scale.device), self._on_device(scale)
+                scale, tracker, combined(found, scale.device), self._on_device(scale), amax
             )
         self._abandon()
         if new_scale is not None:

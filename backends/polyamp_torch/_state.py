@@ -44,21 +44,30 @@ class Keeper:
         """Go on from `state`, in Python numbers; the tensors are the caller's to fill."""
         self._host, self._packed = state, None
 
-    def advance(self, scale: Tensor, tracker: Tensor, found_inf: Tensor, device: bool) -> Decision:
+    def advance(
+        self,
+        scale: Tensor,
+        tracker: Tensor,
+        found_inf: Tensor,
+        device: bool,
+        amax: Tensor | None = None,
+    ) -> Decision:
         """One transition, written to both tensors in place.
 
         Args:
             scale: f32, 0-d. tracker: i32, 0-d.
             found_inf: f32, 0-d, above 0 where the step overflowed.
             device: compute on the tensors' device without waiting for it; else on the host.
+            amax: f32, 0-d: largest gradient as it came, where the rule asks for it.
 
         Returns:
             The decision: 0-d tensors in device mode, else Python numbers.
         """
         if device:
-            return self._advance_on_device(scale, tracker, found_inf)
+            return self._advance_on_device(scale, tracker, Signal(found_inf == 0.0, amax=amax))
         old = self.read(scale, tracker)
-        new = self._transition(None)(old, Signal(found_inf.item() == 0.0))
+        top = None if amax is None else amax.item()
+        new = self._transition(None)(old, Signal(found_inf.item() == 0.0, amax=top))
         self._host, self._packed = new, None
         if new.loss_scale != old.loss_scale:
             scale.fill_(new.loss_scale)
@@ -89,7 +98,7 @@ class Keeper:
         head = dict(zip(_HEAD, values, strict=False))
         return self._host._replace(**head, memory=tuple(values[len(_HEAD) :]))
 
-    def _advance_on_device(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> Decision:
+    def _advance_on_device(self, scale: Tensor, tracker: Tensor, signal: Signal) -> Decision:
         if self._packed is None:
             start = [*(getattr(self._host, name) for name in _HEAD), *self._host.memory]
             constant = Ops(scale.device).c
@@ -99,7 +108,7 @@ class Keeper:
         head = dict(zip(_HEAD, parts, strict=False))
         memory = parts[len(_HEAD) :]
         old = ScalerState(loss_scale=scale.clone(), clean=tracker, **head, memory=memory)
-        new = self._transition(scale.device)(old, Signal(found_inf == 0.0))
+        new = self._transition(scale.device)(old, signal)
         made = decision(old, new)
         self._packed.copy_(torch.stack([*(getattr(new, name) for name in _HEAD), *new.memory]))
         scale.copy_(new.loss_scale)

@@ -45,8 +45,16 @@ class Stepping(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        twice = self._may_amplify(inv_scale)
-        return self._gradients.unscale_(optimizer, inv_scale, found_inf, allow_fp16, twice)
+        twice, tops = self._may_amplify(inv_scale), self._tops(optimizer)
+        return self._gradients.unscale_(optimizer, inv_scale, found_inf, allow_fp16, twice, tops)
+
+    def _tops(self, optimizer: Optimizer) -> dict[torch.device, Tensor] | None:
+        """Where this iteration's largest gradients are noted, if the rule asks for them."""
+        if not self._keeper.rule.wants_amax:
+            return None
+        record = self._per_optimizer_states[id(optimizer)]
+        tops: dict[torch.device, Tensor] = record.setdefault("amax_per_device", {})
+        return tops
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         return self._check_inf(optimizer, self._gradients.owned(optimizer))
@@ -54,7 +62,8 @@ class Stepping(torch.amp.GradScaler):
     def _check_inf(self, optimizer: Optimizer, grads: list[Tensor]) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         inverse = _inverse(scale)
-        flags = self._gradients.check(grads, inverse, self._may_amplify(inverse))
+        amplifies, tops = self._may_amplify(inverse), self._tops(optimizer)
+        flags = self._gradients.check(grads, inverse, amplifies, tops)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 

@@ -147,13 +147,6 @@ class TestConfiguration:
     def test_a_disabled_scaler_checks_nothing(self):
         assert make_scaler("host", enabled=False, growth_factor=1.0).is_enabled() is False
 
-    def test_a_rule_that_wants_amax_is_refused(self):
-        class Wants(polyamp.Static):
-            wants_amax = True
-
-        with pytest.raises(polyamp.RuleError, match="amax"):
-            make_scaler("host", rule=Wants())
-
     @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
     def test_a_useless_tensor_is_refused_on_the_host(self, make, bad):
         scaler = make(init_scale=4.0)
