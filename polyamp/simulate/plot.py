@@ -101,8 +101,8 @@ def _panel(trace: Trace, outcomes: Mapping[str, Outcome]) -> str:
         for step in np.flatnonzero(outcomes[name].skipped)[:2000].tolist():
             x, y = point(step, values[step])
             parts.append(f'<circle cx="{x}" cy="{y}" r="2" fill="{colour}"/>')
-        x = LEFT + (WIDTH - LEFT - RIGHT) * i // len(bits)
-        parts.append(f'<text x="{x}" y="{HEIGHT - 8}" fill="{colour}">{escape(name)}</text>')
+        left = LEFT + (WIDTH - LEFT - RIGHT) * i // len(bits)
+        parts.append(f'<text x="{left}" y="{HEIGHT - 8}" fill="{colour}">{escape(name)}</text>')
     parts.append(
         f'<text x="{WIDTH - RIGHT}" y="18" text-anchor="end">steps 0 to {len(trace) - 1}; dots are'
         " skipped steps</text>"

@@ -96,8 +96,8 @@ def read_npz(path: Path) -> RangeTrace:
     else:
         counts = [arrays[key] for key in tables]
         low, per_octave = compact.LOW, compact.PER_OCTAVE
-    amax = [_known(arrays[key]) for key in ("AP", "AA")]
-    return range_trace(path.stem, *amax, counts, low, per_octave)
+    amax, inner = (_known(arrays[key]) for key in ("AP", "AA"))
+    return range_trace(path.stem, amax, inner, counts, low, per_octave)
 
 
 def _check_arrays(

@@ -26,6 +26,11 @@ BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 REPLAYED = "The flags are replayed as recorded, whatever the scale."
 JUDGED = "Overflow: the largest gradient times the scale is 65520 or more."
 
+LEGEND = (
+    "headroom: median bits up to an overflow. in a row: most skips. back up: steps from the bottom"
+    "\nof the scale's largest fall until it is where it was."
+)
+
 
 def text(trace: Trace, outcomes: Mapping[str, Outcome]) -> str:
     """A table of one trace, and the sparklines under it."""
@@ -38,14 +43,9 @@ def text(trace: Trace, outcomes: Mapping[str, Outcome]) -> str:
         for name, outcome in outcomes.items()
         if outcome.fault_step is not None
     ]
-    known = [
-        "headroom: median bits up to an overflow. in a row: most skips. back up: steps from the"
-        " bottom of the scale's largest fall until it is where it was."
-    ]
-    return "\n".join(
-        [f"{trace.name}: {len(trace)} steps. {kind}", "", *table, "", *faults, *known, ""]
-        + sparklines(outcomes, getattr(sys.stdout, "encoding", None) or "ascii")
-    )
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    head = f"{trace.name}: {len(trace)} steps. {kind}"
+    return "\n".join([head, "", *table, "", *faults, LEGEND, "", *sparklines(outcomes, encoding)])
 
 
 def _cells(name: str, outcome: Outcome) -> list[str]:

@@ -89,9 +89,7 @@ class RangeTrace:
         bits = np.zeros(len(self), dtype=np.int64)
         for step, by in shifts:
             if not 0 <= step < len(self):
-                raise PolyampError(
-                    f"{self.name} has steps 0 to {len(self) - 1}; no shift at {step}"
-                )
+                raise PolyampError(f"{self.name} ends at step {len(self) - 1}: no shift at {step}")
             bits[step:] += by
         return replace(
             self,
