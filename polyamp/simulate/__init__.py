@@ -24,7 +24,7 @@ COUNTING = ("torch", "keras", "deepspeed-zero", "megatron", "fairseq")
 """Rules that are compared where none is named and the trace has overflows only."""
 MEASURING = ("auto", "torch", "megatron", "dynamic:init_scale=4096")
 """Rules that are compared where none is named and the trace has ranges."""
-_SHIFT = re.compile(r"([+-]?\d{1,3})@(\d{1,9})")
+_SHIFT = re.compile(r"(\d{1,9}):([+-]?\d{1,3})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shift",
         action="append",
         default=[],
-        metavar="BITS@STEP",
+        metavar="STEP:BITS",
         help="multiply the gradients of range traces by 2**BITS from STEP on; may be repeated",
     )
     parser.add_argument(
@@ -116,8 +116,8 @@ def _traces(args: argparse.Namespace) -> list[Trace]:
 def _shift(text: str) -> tuple[int, int]:
     match = _SHIFT.fullmatch(text)
     if match is None:
-        raise PolyampError(f"--shift {text}: must be BITS@STEP, such as -14@1500")
-    return int(match[2]), int(match[1])
+        raise PolyampError(f"--shift {text}: must be STEP:BITS, such as 1500:-14")
+    return int(match[1]), int(match[2])
 
 
 def _rules(given: Sequence[str], trace: Trace) -> Mapping[str, Rule]:
