@@ -119,7 +119,7 @@ class TestReckoning:
         assert found.skips == 0
 
     def test_a_rule_that_wants_amax(self):
-        with pytest.raises(RuleError, match="Predictive goes by .* flags only"):
+        with pytest.raises(RuleError, match=r"Predictive goes by .* flags only"):
             replay(parse_rule("auto"), flags("01"))
 
     def test_no_steps(self):
@@ -149,7 +149,7 @@ class TestShipped:
     def test_as_in_the_full_traces(self, traces, rule, skips, lost):
         found = [replay(parse_rule(rule), trace) for trace in traces]
         assert [f.skips for f in found] == skips
-        assert [f.lost for f in found] == pytest.approx(lost, rel=2e-3)
+        assert [f.lost for f in found] == pytest.approx(lost, rel=2e-3, abs=1e-7)
 
     def test_sums(self, traces):
         for rule, skips, lost in (("torch", 6, 0.229), ("auto", 2, 0.053)):
@@ -178,7 +178,7 @@ class TestRules:
         ("text", "rule"),
         [
             ("torch", polyamp.Dynamic.like("torch")),
-            (" Megatron : growth_interval = 7 ", polyamp.Dynamic.like("megatron", growth_interval=7)),
+            (" Keras : growth_interval = 7 ", polyamp.Dynamic.like("keras", growth_interval=7)),
             ("flax:growth_interval=5", polyamp.Dynamic(growth_interval=6)),
             ("dynamic", polyamp.Dynamic()),
             ("dynamic:init_scale=2**16,growth_interval=100", polyamp.Dynamic(growth_interval=100)),
@@ -287,7 +287,7 @@ class TestCommand:
         assert status == 0
         lines = out.splitlines()
         assert "replayed as recorded, whatever the scale" in lines[0]
-        assert lines[2].split() == "rule final lowest highest skips in a row back up".split()
+        assert " ".join(lines[2].split()) == "rule final lowest highest skips in a row back up"
         assert lines[3].split() == ["dynamic:8", "2**1", "2**1", "2**3", "2", "1", "never"]
         assert "static:1,max_skips_in_a_row=1 gives up at step 1; the replay goes on." in lines
 
@@ -327,7 +327,8 @@ class TestCommand:
         path = tmp_path / f"plot.{ending}"
         self.run(
             capsys, "--generate", "pattern:flags=0001,steps=40", "--generate",
-            "drift:steps=30,level=-5", "--rule", "torch", "--rule", "dynamic:4", "--plot", str(path),
+            "drift:steps=30,level=-5", "--rule", "torch", "--rule", "dynamic:4",
+            "--plot", str(path),
         )  # fmt: skip
         text = path.read_text(encoding="utf-8")
         drawing = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
