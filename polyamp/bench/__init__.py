@@ -1,7 +1,7 @@
 """`polyamp bench`: measure polyamp beside what it replaces, and hold it to its limits.
 
-A bench is a function `(quick, tell) -> Report`; `BENCHES` says where it is. Exit status 1 where a
-limit is missed.
+A bench is a function `(quick, tell, **options) -> Report`; `BENCHES` says where it is and which
+options it takes. Exit status 1 where a limit is missed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from polyamp._errors import BackendError, PolyampError, closest
+from polyamp._presets import resolve_rule
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from polyamp.bench.harness import Tell
     from polyamp.bench.report import Report
 
 __all__ = ["BENCHES", "Bench", "add_arguments", "run"]
@@ -26,17 +26,19 @@ class Bench(NamedTuple):
     """Where a bench is and what it measures.
 
     Attributes:
-        module, function: of `function(quick: bool, tell: Tell) -> Report`.
+        module, function: of `function(quick: bool, tell: Tell, **options) -> Report`.
         text: what it measures, in a few words.
         needs: the framework it runs in, which is also the extra that installs it; None for none.
+        takes: the options of the command line, such as "rule", that it takes as keywords.
     """
 
     module: str
     function: str
     text: str
     needs: str | None = None
+    takes: tuple[str, ...] = ()
 
-    def load(self) -> Callable[[bool, Tell], Report]:
+    def load(self) -> Callable[..., Report]:
         """The function; imports the framework.
 
         Raises:
@@ -51,7 +53,7 @@ class Bench(NamedTuple):
                 f"this bench needs {self.needs}, which is not installed: pip install"
                 f' "polyamp[{self.needs}]"'
             ) from error
-        function: Callable[[bool, Tell], Report] = getattr(module, self.function)
+        function: Callable[..., Report] = getattr(module, self.function)
         return function
 
 
@@ -62,6 +64,7 @@ BENCHES: dict[str, Bench] = {
         "torch_step",
         "scale + step + update beside torch.amp.GradScaler, and host syncs",
         needs="torch",
+        takes=("rule",),
     ),
     "torch-policy": Bench(
         "polyamp_torch._bench_policy",
@@ -80,6 +83,7 @@ BENCHES: dict[str, Bench] = {
         "jax_step",
         "a training step with loss scaling beside flax's and jmp's, over the plain one",
         needs="jax",
+        takes=("rule",),
     ),
     "tensorflow-step": Bench(
         "polyamp_tensorflow._bench",
@@ -105,6 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object instead of the table"
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds, wider intervals")
+    parser.add_argument(
+        "--rule",
+        metavar="NAME",
+        help="torch-step, jax-step: measure this rule (auto, megatron, ...) instead",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,15 +122,28 @@ def run(args: argparse.Namespace) -> int:
     With --json stdout carries the object alone; progress goes to stderr.
 
     Raises:
-        PolyampError: there is no such bench.
+        PolyampError: there is no such bench, or it does not take an option that was given.
+        RuleError: there is no such rule.
         BackendError: the framework it needs is not installed, or a measuring process failed.
     """
-    report = _named(args.name).load()(args.quick, _tell)
+    bench = _named(args.name)
+    report = bench.load()(args.quick, _tell, **_options(args, bench))
     if args.json:
         print(report.to_json())
     else:
         report.show()
     return 0 if report.ok else 1
+
+
+def _options(args: argparse.Namespace, bench: Bench) -> dict[str, str]:
+    given = {name: getattr(args, name) for name in ("rule",) if getattr(args, name) is not None}
+    for name in given:
+        if name not in bench.takes:
+            able = ", ".join(known for known, other in BENCHES.items() if name in other.takes)
+            raise PolyampError(f"bench {args.name} takes no --{name}; {able} do")
+    if "rule" in given:
+        resolve_rule(given["rule"])
+    return given
 
 
 def _named(name: str) -> Bench:
