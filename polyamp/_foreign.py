@@ -171,13 +171,8 @@ def _rule(system: str, draft: _Draft, reading: Reading | None) -> tuple[Rule, di
         return _with_saved(system, draft.given, reading), {}
     if system == "deepspeed-stage0" and reading and reading.left and "hysteresis" not in said:
         said["hysteresis"] = max(2, reading.left)
-    scale = None if reading is None else check_scale(reading.scale, Static())
-    assumed = _assumed(system, said, scale is not None)
-    if (
-        reading is not None
-        and reading.left
-        and assumed.get("hysteresis", reading.left) < (reading.left)
-    ):
+    assumed = _assumed(system, said) if reading else {}
+    if reading and reading.left and assumed.get("hysteresis", reading.left) < reading.left:
         said["hysteresis"] = assumed["hysteresis"] = reading.left
     return _fitting(system, said, scale), assumed
 
