@@ -176,7 +176,7 @@ def _systems_of(saved: Mapping[str, Any], system: str | None) -> list[str]:
         for name, dialect in DIALECTS.items()
     }
     if system is not None:
-        scale_alone = system == "jmp" and "loss_scale" in keys
+        scale_alone = system == "jmp" and "loss_scale" in keys and "period" not in keys
         return [system] if signs[system] is not None or scale_alone else []
     there = {name: sign for name, sign in signs.items() if sign is not None}
     return [n for n, sign in there.items() if not any(sign < other for other in there.values())]
@@ -201,6 +201,8 @@ def _configs(outer: Mapping[str, Any], system: str | None, at: str | None) -> It
             name = system or ("deepspeed-zero" if _stage(config) else "deepspeed-stage0")
             if name.startswith("deepspeed"):
                 yield Found(name, path, {}, block)
+            continue
+        if set(_systems_of(config, None)) - {"fairseq", "metaseq"}:
             continue
         for name in [system] if system in WORDS else _config_systems(config):
             if any(key in config for word in WORDS[name] for key in word.keys):

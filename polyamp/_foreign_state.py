@@ -69,6 +69,13 @@ def _factors(saved: Saved, key: str = "scale_factor") -> dict[str, Any]:
     return {"growth_factor": factor, "backoff_factor": 1.0 / factor}
 
 
+def _words(system: str, saved: Saved) -> dict[str, Any]:
+    """Parameters that stand among the running values, the scale apart."""
+    said = read_words(system, saved)
+    said.pop("init_scale", None)
+    return said
+
+
 def _clean(state: ScalerState) -> int:
     return max(int(state.clean), 0)
 
@@ -111,27 +118,26 @@ def _write_nemo(rule: Rule, state: ScalerState) -> dict[str, Any]:
 
 
 def _read_keras(saved: Saved) -> Reading:
-    said = read_words("keras", saved)
-    said.pop("init_scale", None)
+    said = _words("keras", saved)
     return Reading(_get(saved, "dynamic_scale"), said, _count(saved, "step_counter"))
 
 
 def _write_keras(rule: Rule, state: ScalerState) -> dict[str, Any]:
     running = {"dynamic_scale": float(state.loss_scale), "step_counter": _clean(state)}
-    return {**running, **write_words("keras", rule)}
+    return {**write_words("keras", rule), **running}
 
 
 def _read_flax(saved: Saved) -> Reading:
-    return Reading(_get(saved, "scale"), read_words("flax", saved), _count(saved, "fin_steps"))
+    return Reading(_get(saved, "scale"), _words("flax", saved), _count(saved, "fin_steps"))
 
 
 def _write_flax(rule: Rule, state: ScalerState) -> dict[str, Any]:
     running = {"fin_steps": _clean(state), "scale": float(state.loss_scale)}
-    return {**running, **write_words("flax", rule)}
+    return {**write_words("flax", rule), **running}
 
 
 def _read_jmp(saved: Saved) -> Reading:
-    said, scale = read_words("jmp", saved), _get(saved, "loss_scale")
+    said, scale = _words("jmp", saved), _get(saved, "loss_scale")
     if "counter" not in saved:
         return Reading(scale, {}, fixed=True)
     if str(getattr(saved["loss_scale"], "dtype", "")) == "float16" and isinstance(scale, float):
@@ -151,7 +157,7 @@ def _write_jmp(rule: Rule, state: ScalerState) -> dict[str, Any]:
     scale = float(state.loss_scale)
     if isinstance(rule, Static):
         return {"loss_scale": scale}
-    return {"loss_scale": scale, "counter": _clean(state), **write_words("jmp", rule)}
+    return {**write_words("jmp", rule), "loss_scale": scale, "counter": _clean(state)}
 
 
 def _read_apex(saved: Saved) -> Reading:
@@ -188,7 +194,7 @@ def _write_late(state: ScalerState) -> dict[str, int]:
 def _read_zero(saved: Saved) -> Reading:
     if "cur_iter" not in saved:
         return Reading(_get(saved, "cur_scale"), {}, fixed=True)
-    said = {**read_words("deepspeed-zero", saved), **_factors(saved)}
+    said = {**_words("deepspeed-zero", saved), **_factors(saved)}
     left = _count(saved, "cur_hysteresis")
     return Reading(_get(saved, "cur_scale"), said, _late(saved), left)
 
@@ -250,7 +256,7 @@ def _write_megatron(rule: Rule, state: ScalerState) -> dict[str, Any]:
 
 
 def _read_colossalai(saved: Saved) -> Reading:
-    said = read_words("colossalai", saved)
+    said = _words("colossalai", saved)
     fixed = said.get("growth_factor") == 1 and said.get("backoff_factor") == 1
     return Reading(_get(saved, "scale"), {} if fixed else said, fixed=fixed)
 

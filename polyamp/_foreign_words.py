@@ -32,8 +32,10 @@ def plain(value: Any) -> Any:
 
     Reads device scalars.
     """
-    if not hasattr(value, "item") and hasattr(value, "numpy"):
-        value = value.numpy()
+    if not hasattr(value, "item"):
+        value = getattr(value, "value", value)  # a Keras variable's tensor
+        if hasattr(value, "numpy"):
+            value = value.numpy()
     if not hasattr(value, "item"):
         return value
     try:
@@ -136,11 +138,13 @@ WORDS: dict[str, tuple[Word, ...]] = {
         Word(("dynamic_growth_steps",), "growth_interval"),
     ),
     "flax": (
+        Word(("scale",), "init_scale"),
         *_FACTORS,
         *_same("growth_interval"),
         Word(("minimum_scale",), "min_scale", _floor),
     ),
     "jmp": (
+        Word(("loss_scale",), "init_scale"),
         Word(("period",), "growth_interval"),
         *_both_factors("factor"),
         Word(("min_loss_scale",), "min_scale"),

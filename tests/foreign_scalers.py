@@ -8,7 +8,7 @@ imported scalers, so nothing here is taken from polyamp.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ START, WINDOW, FLOOR = 256.0, 3, 16.0
 
 class Torch:
     system = "torch"
-    config: Any = None
+    config: ClassVar[Any] = None
 
     def __init__(self) -> None:
         self.scale, self.good = START, 0
@@ -43,7 +43,7 @@ class Torch:
 
 class Keras(Torch):
     system = "keras"
-    config = {"dynamic_growth_steps": WINDOW}
+    config: ClassVar[Any] = {"dynamic_growth_steps": WINDOW}
 
     def save(self) -> dict[str, Any]:
         return {"dynamic_scale": np.float32(self.scale), "step_counter": np.int32(self.good)}
@@ -53,7 +53,7 @@ class Apex(Torch):
     """Its window is always 2000 steps, so a run begins shortly before growth."""
 
     system = "apex"
-    config = {"min_loss_scale": FLOOR, "max_loss_scale": 1024.0}
+    config: ClassVar[Any] = {"min_loss_scale": FLOOR, "max_loss_scale": 1024.0}
 
     def __init__(self) -> None:
         self.scale, self.good = START, 2000 - WINDOW
@@ -116,7 +116,7 @@ class Jmp(Torch):
 
 class DeepSpeedZero:
     system = "deepspeed-zero"
-    config: Any = None
+    config: ClassVar[Any] = None
     spares, refill, raises = 2, False, True
 
     def __init__(self) -> None:
@@ -169,7 +169,9 @@ class DeepSpeedZeroClamped(DeepSpeedZero):
 
 class DeepSpeedStage0(DeepSpeedZero):
     system = "deepspeed-stage0"
-    config = {"fp16": {"enabled": True, "loss_scale_window": WINDOW, "min_loss_scale": FLOOR}}
+    config: ClassVar[Any] = {
+        "fp16": {"enabled": True, "loss_scale_window": WINDOW, "min_loss_scale": FLOOR}
+    }
     spares, raises = 1, False
 
     def save(self) -> dict[str, Any]:
@@ -186,7 +188,7 @@ class DeepSpeedStage0(DeepSpeedZero):
 class DeepSpeedStage0Newer(DeepSpeedStage0):
     """The fused optimizer since it honours hysteresis."""
 
-    config = {"fp16": {"enabled": True, "hysteresis": 3, "min_loss_scale": FLOOR}}
+    config: ClassVar[Any] = {"fp16": {"enabled": True, "hysteresis": 3, "min_loss_scale": FLOOR}}
     spares = 3
 
     def save(self) -> dict[str, Any]:
@@ -195,7 +197,7 @@ class DeepSpeedStage0Newer(DeepSpeedStage0):
 
 class Megatron:
     system = "megatron"
-    config: Any = {"loss_scale_window": WINDOW, "min_loss_scale": FLOOR, "hysteresis": 2}
+    config: ClassVar[Any] = {"loss_scale_window": WINDOW, "min_loss_scale": FLOOR, "hysteresis": 2}
 
     def __init__(self) -> None:
         self.scale, self.good, self.lives = START, 0, 2
@@ -222,7 +224,7 @@ class Megatron:
 
 class Nemo(Torch):
     system = "nemo"
-    config = {"hysteresis": 2}
+    config: ClassVar[Any] = {"hysteresis": 2}
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +248,7 @@ class ColossalAI(Megatron):
     """`load` is what the system itself goes on with: its counts are not saved."""
 
     system = "colossalai"
-    config = {"growth_interval": WINDOW, "min_scale": FLOOR, "max_scale": 1024.0}
+    config: ClassVar[Any] = {"growth_interval": WINDOW, "min_scale": FLOOR, "max_scale": 1024.0}
 
     def step(self, overflow: bool) -> bool:
         super().step(overflow)
@@ -269,7 +271,7 @@ class ColossalAI(Megatron):
 
 class Fairseq:
     system = "fairseq"
-    config: Any = {
+    config: ClassVar[Any] = {
         "fp16_scale_window": WINDOW,
         "min_loss_scale": FLOOR,
         "fp16_scale_tolerance": 0.0,
@@ -320,12 +322,12 @@ class Fairseq:
 
 
 class FairseqTolerant(Fairseq):
-    config = {**Fairseq.config, "fp16_scale_tolerance": 0.4}
+    config: ClassVar[Any] = {**Fairseq.config, "fp16_scale_tolerance": 0.4}
     tolerance = 0.4
 
 
 class FairseqThreshold(Fairseq):
-    config = {**Fairseq.config, "threshold_loss_scale": 32.0}
+    config: ClassVar[Any] = {**Fairseq.config, "threshold_loss_scale": 32.0}
     threshold = 32.0
 
 

@@ -52,9 +52,7 @@ def scales_of(native: Any, overflows: list[int]) -> list[Any]:
     return seen
 
 
-def scales_here(
-    rule: polyamp.Rule, state: polyamp.ScalerState, overflows: list[int]
-) -> list[Any]:
+def scales_here(rule: polyamp.Rule, state: polyamp.ScalerState, overflows: list[int]) -> list[Any]:
     step, seen = polyamp.bind(rule), []
     for bad in overflows:
         state = step(state, polyamp.Signal(not bad))
@@ -86,9 +84,7 @@ def test_it_goes_on_as_the_source_does_from_every_prefix(kind: Any) -> None:
             native = kind()
             if "ABORT" in scales_of(native, trace[:cut]):
                 break
-            rule, state = quiet(
-                polyamp.import_scaler, native.save(), kind.system, rule=kind.config
-            )
+            rule, state = quiet(polyamp.import_scaler, native.save(), kind.system, rule=kind.config)
             assert state.loss_scale == native.scale
             goes_on = native.load() if hasattr(native, "load") else native
             assert scales_here(rule, state, trace[cut:]) == scales_of(goes_on, trace[cut:]), cut
