@@ -91,7 +91,7 @@ class Keras:
         from keras import ops
 
         self.scaler.apply([ops.full((1,), float("inf") if overflow else 1.0)], [self.variable])
-        return float(ops.convert_to_numpy(self.scaler.dynamic_scale.value))
+        return float(self.scaler.dynamic_scale.value)
 
     def save(self) -> Any:
         return self.scaler
