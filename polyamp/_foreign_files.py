@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
     except OSError as error:
         raise StateError(f"cannot read {place}: {error.strerror or error}") from error
     if start[:8] == b"\x89HDF\r\n\x1a\n":
-        return _hdf5(place)
+        return _hdf5(place, str(place))
     if start[:2] == b"PK":
         return _keras(place) if _is_keras(place) else _torch(place, zipped=True)
     if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
@@ -145,57 +146,68 @@ def _is_keras(path: Path) -> bool:
 def _keras(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         model = parse_json(archive.read("config.json"), f"{path}: config.json")
-        compiled = model.get("compile_config") if isinstance(model, Mapping) else None
-        optimizer = (compiled or {}).get("optimizer")
-        if not isinstance(optimizer, Mapping) or optimizer.get("module") != "keras.optimizers":
-            optimizer = {}
-        if optimizer.get("class_name") != "LossScaleOptimizer":
+        optimizer = _inner(model, "compile_config", "optimizer")
+        if (optimizer.get("module"), optimizer.get("class_name")) != _KERAS_CLASS:
             raise StateError(
-                f"{path}: the model was not compiled with keras.optimizers.LossScaleOptimizer."
+                f"{path}: the model was not compiled with {'.'.join(_KERAS_CLASS)}."
                 " polyamp's own saves with to_dict()"
             )
+        if _WEIGHTS not in archive.namelist():
+            raise StateError(f"{path}: {_WEIGHTS} is missing")
         with tempfile.TemporaryFile() as weights:
-            with archive.open("model.weights.h5") as packed:
-                while block := packed.read(2**20):
-                    weights.write(block)
+            with archive.open(_WEIGHTS) as packed:
+                shutil.copyfileobj(packed, weights)
             weights.seek(0)
-            return {**_hdf5(weights), **optimizer.get("config", {})}
+            return {**_hdf5(weights, str(path)), **_inner(optimizer, "config")}
 
 
-def _hdf5(source: Any) -> dict[str, Any]:
+_KERAS_CLASS = ("keras.optimizers", "LossScaleOptimizer")
+_WEIGHTS = "model.weights.h5"
+
+
+def _inner(data: Any, *keys: str) -> Mapping[str, Any]:
+    """What lies under `keys`; empty where there is no such dict."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data if isinstance(data, Mapping) else {}
+
+
+def _hdf5(source: Any, name: str) -> dict[str, Any]:
     try:
         import h5py  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
-        raise StateError(f"{source} is an HDF5 file: reading it needs h5py") from error
+        raise StateError(f"{name} is an HDF5 file: reading it needs h5py") from error
     try:
         with h5py.File(source, "r") as file:
-            return next(_keras_3(file), None) or _keras_legacy(file, str(source))
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise StateError(
-            f"{source} cannot be read as a Keras file: {_first_line(error)}"
-        ) from error
+            groups = _keras_3(file) or _keras_legacy(file, name)
+            scalars = {k: v[()] for k, v in groups[0].items() if v.shape == ()}
+    except (OSError, LookupError, AttributeError, TypeError, RuntimeError) as error:
+        why = _first_line(error)
+        raise StateError(f"{name} cannot be read as a Keras file: {why}") from error
+    if len(scalars) != 2:
+        raise StateError(f"{name} holds no variables of {'.'.join(_KERAS_CLASS)}")
+    return {**scalars, **groups[1]}
 
 
-def _keras_3(file: Any) -> Iterator[dict[str, Any]]:
+_Variables = tuple[dict[str, Any], Mapping[str, Any]]
+
+
+def _keras_3(file: Any) -> _Variables | None:
     """From `.weights.h5`: iteration, learning rate, step counter, scale, then the inner ones."""
     own, inner = file.get("optimizer/vars"), file.get("optimizer/inner_optimizer/vars")
     if own is None or inner is None or len(own) != len(inner) + 4:
-        return
-    steps, scale = own["2"], own["3"]
-    if steps.shape == () and scale.shape == () and steps.dtype.kind in "iu":
-        yield {"step_counter": steps[()], "dynamic_scale": scale[()]}
+        return None
+    return {"step_counter": own["2"], "dynamic_scale": own["3"]}, {}
 
 
-def _keras_legacy(file: Any, name: str) -> dict[str, Any]:
+def _keras_legacy(file: Any, name: str) -> _Variables:
     """From a whole model in one `.h5`: variables by name, configuration in an attribute."""
-    for group in (file.get("optimizer_weights") or {}).values():
+    for group in file.get("optimizer_weights", {}).values():
         if "dynamic_scale" in group and "step_counter" in group:
-            saved = {key: group[key][()] for key in ("step_counter", "dynamic_scale")}
             told = parse_json(file.attrs.get("training_config", "{}"), name)
-            return {**saved, **told.get("optimizer_config", {}).get("config", {})}
-    raise StateError(f"{name} holds no variables of keras.optimizers.LossScaleOptimizer")
+            found = {key: group[key] for key in ("step_counter", "dynamic_scale")}
+            return found, _inner(told, "optimizer_config", "config")
+    return {}, {}
 
 
 def write_file(

@@ -47,7 +47,10 @@ PLACES: tuple[tuple[str, ...], ...] = (
     ),
     ("optimizer", "[0-9]*", "grad_scaler"),
 )
-"""Where the systems put their scaler in a checkpoint, as patterns of keys."""
+"""Where the systems put their scaler in a checkpoint, as patterns of keys. Sources: Lightning
+lightning/pytorch/trainer/connectors/checkpoint_connector.py; Accelerate checkpointing.py and
+utils/constants.py; Megatron-core optimizer/optimizer.py; DeepSpeed runtime/engine.py; fairseq and
+metaseq checkpoint_utils.py."""
 
 CONFIGS = {
     "deepspeed-zero": (("ds_config", "fp16"), ("fp16",)),
@@ -64,6 +67,10 @@ _CONFIG_SIGNS = {
     "native_amp_init_scale": ("nemo",),
     "fp16_init_scale": ("fairseq", "metaseq"),
 }
+
+
+_WEAK = {"fairseq", "metaseq"}
+"""Systems whose one key says little: they give way to any other."""
 
 
 class Found(NamedTuple):
@@ -144,7 +151,7 @@ def find(data: Any, system: str | None, at: str | None) -> Found:
     hits = list(_states(outer, system, at))
     if not hits:
         hits = list(_configs(outer, system, at))
-    hits = _distinct(hits)
+    hits = _distinct([h for h in hits if system or h.system not in _WEAK] or hits)
     if len(hits) == 1:
         return hits[0]
     raise StateError(_nothing(outer, system, at) if not hits else _several(hits))
@@ -158,8 +165,6 @@ def _states(outer: Mapping[str, Any], system: str | None, at: str | None) -> Ite
             if not saved:
                 continue
             for name in _systems_of(saved, system):
-                if name in ("fairseq", "metaseq") and system is None and len(place) > 1:
-                    continue
                 yield Found(name, path, saved, _config_of(outer, name))
 
 
@@ -202,7 +207,7 @@ def _configs(outer: Mapping[str, Any], system: str | None, at: str | None) -> It
             if name.startswith("deepspeed"):
                 yield Found(name, path, {}, block)
             continue
-        if set(_systems_of(config, None)) - {"fairseq", "metaseq"}:
+        if set(_systems_of(config, None)) - _WEAK:
             continue
         for name in [system] if system in WORDS else _config_systems(config):
             if any(key in config for word in WORDS[name] for key in word.keys):

@@ -118,7 +118,7 @@ def _write_nemo(rule: Rule, state: ScalerState) -> dict[str, Any]:
 
 
 def _read_keras(saved: Saved) -> Reading:
-    said = _words("keras", saved)
+    said = read_words("keras", saved)
     return Reading(_get(saved, "dynamic_scale"), said, _count(saved, "step_counter"))
 
 

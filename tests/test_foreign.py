@@ -278,6 +278,11 @@ def test_a_rule_stands_for_a_configuration() -> None:
 # Where it lies
 
 
+def test_a_lone_loss_scale_gives_way_to_a_scaler() -> None:
+    assert import_scaler({"loss_scale": 2.0, "scaler": TORCH}) == import_scaler(TORCH)
+    assert quiet(import_scaler, {"loss_scale": 2.0, "scaler": TORCH}, "fairseq")[1].loss_scale == 2
+
+
 @pytest.mark.parametrize(
     ("place", "saved", "system"),
     [

@@ -219,6 +219,48 @@ def test_keras_files(tmp_path: Path) -> None:
         import_scaler(tmp_path / "p.weights.h5")
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("[]", "was not compiled with"),
+        ('{"compile_config": 3}', "was not compiled with"),
+        ('{"compile_config": {"optimizer": "adam"}}', "was not compiled with"),
+        ("nonsense", "is not JSON"),
+        (
+            '{"compile_config": {"optimizer": {"module": "keras.optimizers",'
+            ' "class_name": "LossScaleOptimizer", "config": 3}}}',
+            r"model\.weights\.h5 is missing",
+        ),
+    ],
+    ids=range(5),
+)
+def test_a_keras_archive_that_cannot_be_right(tmp_path: Path, config: str, words: str) -> None:
+    with zipfile.ZipFile(tmp_path / "m.keras", "w") as archive:
+        archive.writestr("config.json", config)
+        archive.writestr("metadata.json", "{}")
+    with pytest.raises(StateError, match=words):
+        import_scaler(tmp_path / "m.keras")
+
+
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["scalars", "vectors"])
+def test_hdf5_of_other_contents(tmp_path: Path, shape: Any) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "m.h5", "w") as file:
+        file["optimizer_weights/a"] = 1.0
+    with pytest.raises(StateError, match="cannot be read as a Keras file"):
+        import_scaler(tmp_path / "m.h5")
+    with h5py.File(tmp_path / "n.h5", "w") as file:
+        file.create_dataset("optimizer_weights/x/dynamic_scale", shape, "f4", fillvalue=8.0)
+        file.create_dataset("optimizer_weights/x/step_counter", shape, "i4", fillvalue=2)
+        file.attrs["training_config"] = '[{"optimizer_config": 3}]'
+    if shape:
+        with pytest.raises(StateError, match="holds no variables of keras"):
+            import_scaler(tmp_path / "n.h5")
+    else:
+        state = quiet(import_scaler, tmp_path / "n.h5")[1]
+        assert (state.loss_scale, state.clean) == (8.0, 2)
+
+
 # Other files
 
 
