@@ -264,6 +264,12 @@ def test_the_configuration_beside_the_state_is_used() -> None:
         assert (rule.hysteresis, rule.hysteresis_refill, state.left) == (2, "clean", 1)
 
 
+def test_flax_s_interval_counts_as_flax_counts_under_a_rule_too() -> None:
+    saved = {"scale": 8.0, "fin_steps": 2, "growth_interval": 5}
+    rule, state = import_scaler(saved, rule=Dynamic(hysteresis=3))
+    assert (rule.growth_interval, rule.hysteresis, state.clean) == (6, 3, 2)
+
+
 def test_a_rule_stands_for_a_configuration() -> None:
     given = Dynamic(hysteresis=3, max_skips_in_a_row=9)
     rule, state = import_scaler(TORCH, rule=given)

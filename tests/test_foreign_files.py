@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import io
 import json
 import os
@@ -38,7 +39,8 @@ def scaler_class(monkeypatch: pytest.MonkeyPatch) -> type:
     names = [DEEPSPEED.rsplit(".", i)[0] for i in range(3, 0, -1)] + [DEEPSPEED]
     for name in names:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules[DEEPSPEED].DynamicLossScaler = made  # type: ignore[attr-defined]
+    stage = enum.Enum("Stage", {"two": 2}, module=DEEPSPEED)
+    vars(sys.modules[DEEPSPEED]).update(DynamicLossScaler=made, Stage=stage)
     return made
 
 
@@ -98,12 +100,14 @@ def test_deepspeed_s_pickled_object_is_read_without_deepspeed(
             "loss_scaler": filled(scaler_class, fields),
             "dynamic_loss_scale": True,
             "overflow": False,
+            "zero_stage": sys.modules[DEEPSPEED].Stage.two,
             "single_partition_of_fp32_groups": [torch.zeros(3)],
         },
         "ds_version": "0.16",
     }
     paths = [tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt", tmp_path / "old.pt"]
     torch.save(checkpoint, paths[0])
+    del checkpoint["optimizer_state_dict"]["zero_stage"]
     torch.save(checkpoint, paths[1], _use_new_zipfile_serialization=False)
     for name in [name for name in sys.modules if name.startswith("deepspeed")]:
         monkeypatch.delitem(sys.modules, name)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyamp._foreign import import_scaler
-from polyamp._foreign_export import export_scaler
+from polyamp._foreign import export_scaler, import_scaler
 from polyamp._foreign_find import CONTAINERS
 from polyamp._foreign_state import DIALECTS
 

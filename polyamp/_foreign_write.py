@@ -1,4 +1,4 @@
-"""Scalers written for other systems: `export_scaler`.
+"""Loss scalers written for other systems.
 
 What a system cannot do is found by reading back what was written for it.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any
 
 from polyamp._dynamic import Dynamic
 from polyamp._errors import StateError
-from polyamp._foreign import read
+from polyamp._foreign import Part
 from polyamp._foreign_find import PLUGIN, check_system
+from polyamp._foreign_read import read
 from polyamp._foreign_state import DIALECTS
 from polyamp._foreign_words import write_words
 from polyamp._interchange import scaler_to_dict
@@ -22,35 +23,13 @@ from polyamp._scaling import MAX_SCALE, Rule
 from polyamp._state import Fault, ScalerState
 from polyamp._xp import F32_MAX
 
-Part = Literal["state", "config"]
 
-
-def export_scaler(
-    rule: Rule,
-    state: ScalerState,
-    system: str,
-    *,
-    part: Part = "state",
-    lossy: bool = False,
-) -> dict[str, Any]:
-    """A scaler in the saved form of another system, as Python numbers.
-
-    Args:
-        rule: `Dynamic` or `Static`.
-        state: its state; device scalars are read.
-        system: as in `import_scaler`, or "polyamp" for the portable form.
-        part: "state", what the system's own state_dict or fields hold, or "config", its
-            configuration in its own words.
-        lossy: leave out what the system cannot do, with a warning, in place of an error.
-
-    Returns:
-        A new dict, fit for JSON.
-
-    Raises:
-        StateError: the system cannot do what `rule` says; the message names what would be lost.
-    """
+def write(
+    rule: Rule, state: ScalerState, system: str, part: Part, lossy: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """See `export_scaler`; its warnings come as a list."""
     if system == "polyamp":
-        return scaler_to_dict(rule, state)
+        return scaler_to_dict(rule, state), []
     name = check_system(system) or ""
     if part not in ("state", "config"):
         raise StateError(f"part must be 'state' or 'config', got {part!r}")
@@ -63,11 +42,10 @@ def export_scaler(
             f"{system} cannot do what this rule says: {'; '.join(lost)}. Export with lossy=True"
             " (--lossy) to leave that out"
         )
-    for note in [*(f"{system}: lost: {text}" for text in lost), *forgotten]:
-        warnings.warn(note, UserWarning, stacklevel=2)
+    notes = [*(f"{system}: lost: {text}" for text in lost), *forgotten]
     if part == "config":
-        return _config(name, config)
-    return {PLUGIN: saved} if system == "lightning" else saved
+        return _config(name, config), notes
+    return ({PLUGIN: saved} if system == "lightning" else saved), notes
 
 
 def _config(system: str, words: dict[str, Any]) -> dict[str, Any]:
