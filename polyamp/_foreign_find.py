@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 from polyamp._errors import StateError, closest
 from polyamp._foreign_state import DIALECTS
-from polyamp._foreign_words import WORDS
+from polyamp._foreign_words import WORDS, plain
+from polyamp._interchange import scaler_to_dict
+from polyamp._presets import resolve_rule
+from polyamp._state import ScalerState
 
 CONTAINERS = {"lightning": "torch", "accelerate": "torch"}
 """Names of formats that hold another system's state."""
@@ -90,8 +93,10 @@ def as_mapping(source: Any) -> Mapping[str, Any] | None:
         return source
     if isinstance(source, type):
         return None
-    if callable(getattr(source, "to_dict", None)) and type(source).__module__.startswith("polyamp"):
-        return dict(source.to_dict())
+    if type(source).__module__.startswith("polyamp"):
+        own = _portable_of(source)
+        if own is not None:
+            return own
     if callable(getattr(source, "state_dict", None)) and "Scaler" in type(source).__name__:
         return dict(source.state_dict())
     if is_dataclass(source):
@@ -101,6 +106,17 @@ def as_mapping(source: Any) -> Mapping[str, Any] | None:
         return {name: getattr(source, name) for name in names if hasattr(source, name)}
     held = getattr(source, "__dict__", None)
     return dict(held) if held else None
+
+
+def _portable_of(source: Any) -> dict[str, Any] | None:
+    """The portable form of a scaler of one of our backends."""
+    if callable(getattr(source, "to_dict", None)):
+        return dict(source.to_dict())
+    rule, state = getattr(source, "rule", None), getattr(source, "state", None)
+    if rule is None or not isinstance(state, ScalerState):
+        return None
+    now = state._replace(loss_scale=source.scale, clean=source.fin_steps)
+    return scaler_to_dict(resolve_rule(rule), now)
 
 
 def dig(data: Any, place: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -240,8 +256,6 @@ def _distinct(hits: list[Found]) -> list[Found]:
 def _equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     if a is b:
         return True
-    from polyamp._foreign_words import plain
-
     try:
         return {k: plain(v) for k, v in a.items()} == {k: plain(v) for k, v in b.items()}
     except (ValueError, RuntimeError, TypeError):

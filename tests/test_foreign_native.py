@@ -149,6 +149,18 @@ def test_polyamp_s_own_scaler_objects() -> None:
         assert polyamp.import_scaler({"model": {}, "scaler": source}) == (rule, rule.init())
 
 
+def test_polyamp_s_dynamic_scale_brings_its_rule() -> None:
+    jax = pytest.importorskip("polyamp_jax")
+    scaler = jax.DynamicScale(rule="megatron")
+    for bad in (0, 1, 0):
+        scaler = scaler.value_and_grad(lambda x, bad=bad: x * (np.inf if bad else 1.0))(1.0)[0]
+    rule, state = polyamp.import_scaler(scaler)
+    assert rule == polyamp.Dynamic.like("megatron")
+    assert (state.loss_scale, state.clean, state.left, state.skipped) == (2.0**32, 1, 1, 1)
+    plain = polyamp.import_scaler(jax.DynamicScale(growth_interval=5))
+    assert plain[0] == polyamp.Dynamic.like("flax", growth_interval=5)
+
+
 def test_a_whole_run_moves_from_torch_to_flax() -> None:
     """10 steps in torch, 10 in flax, 10 in Keras: the trace of 30 in any one."""
     trace = [0, 0, 0, 1, 0, 0, 0, 0, 1, 1] * 3
