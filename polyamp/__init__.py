@@ -23,6 +23,8 @@ from polyamp._errors import RuleError as RuleError
 from polyamp._errors import ScaleFloorError as ScaleFloorError
 from polyamp._errors import SkippedStepWarning as SkippedStepWarning
 from polyamp._errors import StateError as StateError
+from polyamp._foreign import export_scaler as export_scaler
+from polyamp._foreign import import_scaler as import_scaler
 from polyamp._formats import FORMATS as FORMATS
 from polyamp._formats import Format as Format
 from polyamp._formats import format_of as format_of
@@ -72,6 +74,8 @@ __all__ = [
     "ScaleFloorError",
     "SkippedStepWarning",
     "StateError",
+    "import_scaler",
+    "export_scaler",
     "FORMATS",
     "Format",
     "format_of",

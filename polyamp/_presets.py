@@ -138,7 +138,7 @@ def resolve_rule(rule: Rule | str | None, default: Rule | None = None) -> Rule:
         return Dynamic() if default is None else default
     if isinstance(rule, Rule):
         return rule
-    if rule in _OWN:
+    if isinstance(rule, str) and rule in _OWN:
         return _OWN[rule]()
     if isinstance(rule, str):
         return like(rule)

@@ -1,4 +1,4 @@
-"""The `polyamp` command: demo, bench, simulate and formats."""
+"""The `polyamp` command: demo, bench, convert, simulate and formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyamp._errors import PolyampError
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    from polyamp import bench, demo, simulate
+    from polyamp import bench, convert, demo, simulate
 
     top = argparse.ArgumentParser(
         prog="polyamp", description="Mixed precision that says what it does."
@@ -23,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     for name, module, text in (
         ("demo", demo, "train real models in fp32, fp16 and bf16 and compare"),
         ("bench", bench, "measure polyamp beside what it replaces"),
+        ("convert", convert, "carry a loss scaler from one library to another"),
         ("simulate", simulate, "replay a trace through scaling rules, side by side"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")

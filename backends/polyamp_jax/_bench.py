@@ -19,7 +19,15 @@ import jax.numpy as jnp
 import optax
 
 import polyamp
-from polyamp.bench.harness import Case, Tell, cpu_name, in_fresh_python, interleaved, ratio
+from polyamp.bench.harness import (
+    Case,
+    Tell,
+    corrected_ratio,
+    cpu_name,
+    in_fresh_python,
+    interleaved,
+    ratio,
+)
 from polyamp.bench.report import Report, Row
 from polyamp_jax._bench_model import batch, loss_of, optimizer, parameters, plain_step
 from polyamp_jax._gradients import value_and_grad
@@ -31,6 +39,8 @@ SHARE_LIMIT = 0.5
 """Largest overhead at a batch of 16 as a share of the better peer's."""
 MEMORY_LIMIT = 1.5
 """MiB of temporaries beyond the plain step's."""
+RULE_LIMITS = {"ratio": 1.06, "MiB": 1.0}
+"""Of another rule over `Dynamic`: largest step time, largest difference of temporaries."""
 PEERS = ("flax", "jmp")
 
 
@@ -62,17 +72,27 @@ class Way:
         return self.jitted().lower(*self.start(), *batch(size)).compile()
 
 
-def ways() -> dict[str, Way]:
-    """The plain step, polyamp's, flax's, and jmp's where jmp is installed."""
-    scaled = loss_scaled(optimizer())
-    made = {
-        "plain": Way(plain_step, optimizer()),
-        "polyamp": Way(partial(_polyamp_step, scaled), scaled),
-        "flax": _flax(),
-    }
+def ways(rule: str = "") -> dict[str, Way]:
+    """The plain step, polyamp's, flax's, and jmp's where jmp is installed.
+
+    With a rule: the plain step, polyamp's under `Dynamic` twice, and under that rule.
+    """
+    if rule:
+        return {
+            "plain": Way(plain_step, optimizer()),
+            "Dynamic": _polyamp(),
+            "Dynamic again": _polyamp(),
+            rule: _polyamp(rule),
+        }
+    made = {"plain": Way(plain_step, optimizer()), "polyamp": _polyamp(), "flax": _flax()}
     if importlib.util.find_spec("jmp") is not None:
         made["jmp"] = _jmp()
     return made
+
+
+def _polyamp(rule: str | None = None) -> Way:
+    scaled = loss_scaled(optimizer(), rule)
+    return Way(partial(_polyamp_step, scaled), scaled)
 
 
 def _polyamp_step(
@@ -152,9 +172,11 @@ def timed(way: Way, size: int) -> Case:
     return run
 
 
-def jax_step(quick: bool, tell: Tell) -> Report:
+def jax_step(quick: bool, tell: Tell, rule: str = "") -> Report:
     """Measure both batch sizes in a process each."""
     rounds = 60 if quick else 400
+    if rule:
+        return _of_rule(rule, rounds, tell)
     rows: list[Row] = []
     for size in (128, 16):
         tell(f"jax-step: batches of {size}, {rounds} rounds of {len(ways())} ways")
@@ -171,6 +193,44 @@ def jax_step(quick: bool, tell: Tell) -> Report:
     if "jmp" not in ways():
         notes.append("jmp is not installed: its rows are missing.")
     return Report("jax-step", f"cpu: {cpu_name()}", versions(), rows, notes)
+
+
+def _of_rule(rule: str, rounds: int, tell: Tell) -> Report:
+    rows: list[Row] = []
+    for size in (128, 16):
+        tell(f"jax-step: batches of {size}, {rounds} rounds of {rule} beside Dynamic")
+        found = in_fresh_python("-m", "polyamp_jax._bench", str(size), str(rounds), rule)
+        rows += [Row(**row) for row in found]
+        made = ways(rule)
+        used = {name: temporary(made[name].compiled(size)) for name in (rule, "Dynamic")}
+        beyond = used[rule] - used["Dynamic"]
+        rows.append(Row(f"batch {size}, temporaries", beyond, "MiB", 0.0, RULE_LIMITS["MiB"]))
+    return Report(
+        f"jax-step --rule {rule}",
+        f"{jax.default_backend()}: {cpu_name()}",
+        versions(),
+        rows,
+        [
+            "one training step of an MLP of 1.9M parameters under optax.adamw, float32, donated"
+            f" buffers, with polyamp's loss scaler under {rule} and under Dynamic, its peer.",
+            "ratio: median paired time over Dynamic's, divided by that of a second Dynamic, which"
+            " is the peer; low and high: its 95 % interval.",
+        ],
+    )
+
+
+def _rule_rows(rule: str, size: int, rounds: int) -> list[Row]:
+    times = interleaved({name: timed(way, size) for name, way in ways(rule).items()}, rounds)
+    ours, peer, again = times[rule], times["Dynamic"], times["Dynamic again"]
+    found, own, label = corrected_ratio(ours, peer, again), ratio(again, peer), f"batch {size}"
+    milli = [1e3 * statistics.median(seconds) for seconds in (ours, peer)]
+    return [
+        Row(f"{label}, time", milli[0], "ms", milli[1]),
+        Row(f"{label}, ratio", found.value, "ratio", own.value, RULE_LIMITS["ratio"]),
+        Row(f"{label}, ratio, low", found.low, "ratio", own.low),
+        Row(f"{label}, ratio, high", found.high, "ratio", own.high),
+        Row(f"{label}, ratio over the plain step", ratio(ours, times["plain"]).value, "ratio"),
+    ]
 
 
 def versions() -> dict[str, str]:
@@ -226,9 +286,9 @@ def time_rows(size: int, rounds: int) -> list[Row]:
     return rows
 
 
-def _main(size: str, rounds: str) -> None:
+def _main(size: str, rounds: str, rule: str = "") -> None:
     keys = ("name", "value", "unit", "peer", "limit")
-    rows = time_rows(int(size), int(rounds))
+    rows = _rule_rows(rule, int(size), int(rounds)) if rule else time_rows(int(size), int(rounds))
     print(json.dumps([{key: getattr(row, key) for key in keys} for row in rows]))
 
 

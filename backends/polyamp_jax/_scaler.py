@@ -112,15 +112,19 @@ def loss_scaled(
     def judge(grads: Any, state: LossScaledState, loss: Any) -> Judged:
         old = typed(state.scaler)
         grads = jax.tree.map(lambda g: jnp.asarray(g) if isinstance(g, float) else g, grads)
-        unscaled = divide(grads, old.loss_scale) if wide else unscale(grads, 1.0 / old.loss_scale)
+        amax, by, finite = None, old.loss_scale, True
+        if chosen.wants_amax:
+            amax = largest(arrays(grads))
+            finite = jnp.isfinite(amax) & jnp.isfinite(amax / by)
+            # Dependent on amax, or XLA may unscale first, into a second copy of the gradients.
+            by = jnp.where(finite, by, 1.0)
+        unscaled = divide(grads, by) if wide else unscale(grads, 1.0 / by)
         if axis_name is not None:
             unscaled = pmean(unscaled, axis_name)
-        values = arrays(unscaled)
-        signal = Signal(all_finite(values))
+        finite &= all_finite(arrays(unscaled))
+        signal = Signal(finite, amax=amax)
         if loss is not None:
             signal = signal._replace(loss_finite=jnp.isfinite(loss).all())
-        if chosen.wants_amax:
-            signal = signal._replace(amax=largest(values) * old.loss_scale)
         new = bind(chosen, xp)(old, reduce(signal, axis_name))
         return Judged(unscaled, new, decision(old, new).applied)
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import polyamp
+from polyamp._presets import resolve_rule
 from polyamp.bench.harness import (
     Case,
-    Estimate,
     Tell,
     corrected_ratio,
     cpu_name,
@@ -32,6 +32,8 @@ Tensor = torch.Tensor
 
 RATIO_LIMIT = 1.02
 INTERVAL_LIMIT = 1.06
+AMAX_LIMIT = 1.05
+"""Largest ratio of a fused step under a rule that has the largest gradient measured."""
 
 _SCALE = 2.0**16  # both scalers' first scale
 _SMALL: list[Shape] = [(8, 3), (8,), (5,)]  # counting needs no size
@@ -130,16 +132,16 @@ def syncs(step: Callable[[], object], problem: Problem) -> int:
     return together.count - alone.count
 
 
-def torch_step(quick: bool, tell: Tell) -> Report:
+def torch_step(quick: bool, tell: Tell, rule: str = "torch") -> Report:
     """Measure every optimizer in a process of its own: ratios on the CPU, syncs wherever."""
     rounds = 40 if quick else 250
     rows: list[Row] = []
     for name in OPTIMIZERS:
         tell(f"torch-step: {name}, {rounds} rounds of three scalers")
-        found = in_fresh_python("-m", "polyamp_torch._bench", name, str(rounds))
+        found = in_fresh_python("-m", "polyamp_torch._bench", name, str(rounds), rule)
         rows += [Row(**row) for row in found]
     return report(
-        "torch-step",
+        "torch-step" if rule == "torch" else f"torch-step --rule {rule}",
         rows,
         "scale + step + update on ResNet-50's 161 gradient tensors (25.6M numbers).",
         "ratio: median paired time over torch.amp.GradScaler, divided by the same of a second"
@@ -163,7 +165,11 @@ def report(bench: str, rows: Sequence[Row], *notes: str) -> Report:
 
 
 def measure(
-    name: str, rounds: int, shapes: Sequence[Shape], devices: Sequence[str] = ("cpu",)
+    name: str,
+    rounds: int,
+    shapes: Sequence[Shape],
+    devices: Sequence[str] = ("cpu",),
+    rule: str = "torch",
 ) -> list[Row]:
     """All rows of one optimizer: time and syncs on each of the devices, limits on the CPU's time.
 
@@ -172,42 +178,56 @@ def measure(
     """
     rows: list[Row] = []
     for device in devices:
-        rows += time_rows(name, rounds, shapes, device)
-        rows.append(sync_row(name, device))
+        rows += time_rows(name, rounds, shapes, device, rule)
+        rows.append(sync_row(name, device, rule))
     return rows
 
 
-def time_rows(name: str, rounds: int, shapes: Sequence[Shape], device: str = "cpu") -> list[Row]:
+def time_rows(
+    name: str,
+    rounds: int,
+    shapes: Sequence[Shape],
+    device: str = "cpu",
+    rule: str = "torch",
+) -> list[Row]:
     """Milliseconds and the corrected ratio with its interval, three scalers on one problem."""
     problem = Problem(OPTIMIZERS[name], shapes, device)
     scalers = {
         "torch": torch.amp.GradScaler(device),
         "torch again": torch.amp.GradScaler(device),
-        "polyamp": GradScaler(device),
+        "polyamp": _scaler(rule, device),
     }
     times = interleaved({who: problem.case(s) for who, s in scalers.items()}, rounds)
     ours, peer, again = times["polyamp"], times["torch"], times["torch again"]
     found, own = corrected_ratio(ours, peer, again), ratio(again, peer)
     label = _label(name, device)
     milli = [1e3 * statistics.median(t) for t in (ours, peer)]
-    return [Row(f"{label} time", milli[0], "ms", milli[1]), *_ratio_rows(label, found, own, device)]
-
-
-def _ratio_rows(label: str, found: Estimate, own: Estimate, device: str) -> list[Row]:
-    limited = device == "cpu"
+    limits = _limits(name, device, rule)
     return [
-        Row(f"{label} ratio", found.value, "ratio", own.value, RATIO_LIMIT if limited else None),
+        Row(f"{label} time", milli[0], "ms", milli[1]),
+        Row(f"{label} ratio", found.value, "ratio", own.value, limits[0]),
         Row(f"{label} ratio, low", found.low, "ratio", own.low),
-        Row(
-            f"{label} ratio, high", found.high, "ratio", own.high,
-            INTERVAL_LIMIT if limited else None,
-        ),
-    ]  # fmt: skip
+        Row(f"{label} ratio, high", found.high, "ratio", own.high, limits[1]),
+    ]
 
 
-def sync_row(name: str, device: str = "cpu") -> Row:
+def _scaler(rule: str, device: str) -> GradScaler:
+    """Under `rule`, starting as torch's does unless the rule has a first scale of its own."""
+    return GradScaler(device) if rule == "torch" else GradScaler(device, rule=rule)
+
+
+def _limits(name: str, device: str, rule: str) -> tuple[float | None, float | None]:
+    """Of the ratio, and of its interval's upper end."""
+    if device != "cpu":
+        return None, None
+    if not resolve_rule(rule).wants_amax:
+        return RATIO_LIMIT, INTERVAL_LIMIT
+    return (AMAX_LIMIT if name.endswith("fused") else None), None
+
+
+def sync_row(name: str, device: str = "cpu", rule: str = "torch") -> Row:
     """Host syncs of polyamp's scaler, in device mode, and of torch's."""
-    scaler = GradScaler(device)
+    scaler = _scaler(rule, device)
     scaler._force_device_mode = True
     ours = scaler_syncs(scaler, Problem(OPTIMIZERS[name], _SMALL, device))
     peer = scaler_syncs(torch.amp.GradScaler(device), Problem(OPTIMIZERS[name], _SMALL, device))
@@ -218,21 +238,17 @@ def _label(name: str, device: str) -> str:
     return name if device == "cpu" else f"{name} on {device}"
 
 
-def print_rows(
-    measured: Callable[[str, int, Sequence[Shape], Sequence[str]], list[Row]],
-    name: str,
-    rounds: str,
-) -> None:
+def print_rows(measured: Callable[..., list[Row]], name: str, rounds: str, *options: str) -> None:
     """Measure one optimizer on every device and print its rows as JSON, for the parent process."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    rows = measured(name, int(rounds), resnet50_shapes(), devices)
+    rows = measured(name, int(rounds), resnet50_shapes(), devices, *options)
     keys = ("name", "value", "unit", "peer", "limit")
     plain: list[dict[str, Any]] = [{key: getattr(row, key) for key in keys} for row in rows]
     print(json.dumps(plain))
 
 
-def _main(name: str, rounds: str) -> None:
-    print_rows(measure, name, rounds)
+def _main(name: str, rounds: str, rule: str) -> None:
+    print_rows(measure, name, rounds, rule)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """`polyamp bench`: measure polyamp beside what it replaces, and hold it to its limits.
 
-A bench is a function `(quick, tell) -> Report`; `BENCHES` says where it is. One that replays
-traces also takes `traces=`, names and files. Exit status 1 where a
-limit is missed.
+A bench is a function `(quick, tell, **options) -> Report`; `BENCHES` says where it is and which
+options it takes. Exit status 1 where a limit is missed.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp._errors import BackendError, PolyampError, closest
+from polyamp._presets import resolve_rule
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from polyamp.bench.report import Report
 
@@ -26,17 +26,17 @@ class Bench(NamedTuple):
     """Where a bench is and what it measures.
 
     Attributes:
-        module, function: of `function(quick: bool, tell: Tell) -> Report`.
+        module, function: of `function(quick: bool, tell: Tell, **options) -> Report`.
         text: what it measures, in a few words.
         needs: the framework it runs in, which is also the extra that installs it; None for none.
-        takes_traces: whether the function takes `traces`, from --trace.
+        takes: the options of the command line, such as "rule", that it takes as keywords.
     """
 
     module: str
     function: str
     text: str
     needs: str | None = None
-    takes_traces: bool = False
+    takes: tuple[str, ...] = ()
 
     def load(self) -> Callable[..., Report]:
         """The function; imports the framework.
@@ -63,13 +63,14 @@ BENCHES: dict[str, Bench] = {
         "polyamp.bench.scalers",
         "scalers",
         "what every scaling rule loses, over recorded and made-up gradients",
-        takes_traces=True,
+        takes=("trace",),
     ),
     "torch-step": Bench(
         "polyamp_torch._bench",
         "torch_step",
         "scale + step + update beside torch.amp.GradScaler, and host syncs",
         needs="torch",
+        takes=("rule",),
     ),
     "torch-policy": Bench(
         "polyamp_torch._bench_policy",
@@ -88,6 +89,7 @@ BENCHES: dict[str, Bench] = {
         "jax_step",
         "a training step with loss scaling beside flax's and jmp's, over the plain one",
         needs="jax",
+        takes=("rule",),
     ),
     "tensorflow-step": Bench(
         "polyamp_tensorflow._bench",
@@ -114,11 +116,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds, wider intervals")
     parser.add_argument(
+        "--rule",
+        metavar="NAME",
+        help="torch-step, jax-step: measure this rule (auto, megatron, ...) instead",
+    )
+    parser.add_argument(
         "--trace",
         nargs="+",
-        default=[],
         metavar="FILE",
-        help="with scalers: traces, or folders of .npz, in the place of the shipped ones",
+        help="scalers: traces, or folders of .npz, in the place of the ones that come with polyamp",
     )
 
 
@@ -128,21 +134,29 @@ def run(args: argparse.Namespace) -> int:
     With --json stdout carries the object alone; progress goes to stderr.
 
     Raises:
-        PolyampError: there is no such bench, or it takes no --trace.
+        PolyampError: there is no such bench, or it does not take an option that was given.
+        RuleError: there is no such rule.
         BackendError: the framework it needs is not installed, or a measuring process failed.
     """
     bench = _named(args.name)
-    given: dict[str, Sequence[str]] = {}
-    if getattr(args, "trace", None):
-        if not bench.takes_traces:
-            raise PolyampError(f"bench {args.name} takes no --trace")
-        given["traces"] = args.trace
-    report = bench.load()(args.quick, _tell, **given)
+    report = bench.load()(args.quick, _tell, **_options(args, bench))
     if args.json:
         print(report.to_json())
     else:
         report.show()
     return 0 if report.ok else 1
+
+
+def _options(args: argparse.Namespace, bench: Bench) -> dict[str, Any]:
+    given = {name: getattr(args, name, None) for name in ("rule", "trace")}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in bench.takes:
+            able = ", ".join(known for known, other in BENCHES.items() if name in other.takes)
+            raise PolyampError(f"bench {args.name} takes no --{name}; {able} do")
+    if "rule" in given:
+        resolve_rule(given["rule"])
+    return given
 
 
 def _named(name: str) -> Bench:

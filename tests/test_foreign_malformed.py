@@ -1,0 +1,120 @@
+"""Scalers of other systems that cannot be right: each refused with a `StateError`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+from foreign_scalers import SCALERS
+from hypothesis import given
+from hypothesis import strategies as st
+from test_foreign import MEGATRON, MEGATRON_CONFIG, TORCH, ZERO
+from test_foreign_continuation import quiet
+
+import polyamp
+from polyamp import Dynamic, StateError, export_scaler, import_scaler
+
+NOT_A_SCALE = [math.nan, math.inf, -1.0, True, "64", None, [64.0], 1e39, {}]
+NOT_A_COUNT = [math.nan, 1.5, -1, True, "1", None, [1], 2**31]
+
+
+@pytest.mark.parametrize("value", NOT_A_SCALE, ids=repr)
+def test_a_wrong_scale(value: Any) -> None:
+    for saved, key in ((TORCH, "scale"), (MEGATRON, "scale"), (ZERO, "cur_scale")):
+        with pytest.raises(StateError, match="loss_scale must be a positive finite number"):
+            quiet(import_scaler, {**saved, key: value})
+
+
+@pytest.mark.parametrize("value", NOT_A_COUNT, ids=repr)
+def test_a_wrong_count(value: Any) -> None:
+    for saved, key in ((TORCH, "_growth_tracker"), (MEGATRON, "growth_tracker")):
+        with pytest.raises(StateError, match="must be an integer"):
+            quiet(import_scaler, {**saved, key: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"last_overflow_iter": 9}, "last_overflow_iter 9 is not before cur_iter 9"),
+        ({"scale_window": 0}, "scale_window must be at least 1"),
+        ({"cur_hysteresis": 0}, "left must be an integer from 1"),
+        ({"delayed_shift": 0}, "hysteresis must be an integer from 1"),
+        ({"scale_factor": 1.0}, "scale_factor must be a number above 1"),
+        ({"consecutive_hysteresis": "no"}, "consecutive_hysteresis must be true or false"),
+        ({"min_scale": -1.0}, "min_scale must be between"),
+    ],
+    ids=str,
+)
+def test_wrong_values_of_deepspeed(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(StateError, match=words):
+        quiet(import_scaler, {**ZERO, **change})
+
+
+@pytest.mark.parametrize("kind", SCALERS, ids=lambda k: k.__name__)
+@given(data=st.data())
+def test_any_value_in_any_place_is_read_or_refused(kind: Any, data: st.DataObject) -> None:
+    saved = kind().save()
+    inner = next((v for v in saved.values() if isinstance(v, dict)), saved)
+    key = data.draw(st.sampled_from(sorted(inner)))
+    junk = st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.lists(st.integers())
+    )
+    inner[key] = data.draw(junk)
+    if data.draw(st.booleans()):
+        del inner[key]
+    try:
+        rule, state = quiet(import_scaler, saved, kind.system, rule=kind.config)
+    except StateError:
+        return
+    assert polyamp.scaler_from_dict(polyamp.scaler_to_dict(rule, state)) == (rule, state)
+
+
+@pytest.mark.parametrize("source", [None, 3, [], int, b"{}"], ids=repr)
+def test_what_is_no_scaler(source: Any) -> None:
+    with pytest.raises(StateError, match="cannot read a loss scaler from"):
+        import_scaler(source)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: import_scaler({}), "it is empty, as the state of a disabled scaler is"),
+        (lambda: import_scaler(TORCH, "tourch"), "unknown system 'tourch'; did you mean 'torch'"),
+        (lambda: import_scaler(TORCH, "flax"), "no state or configuration of flax.*fin_steps"),
+        (lambda: import_scaler(TORCH, "polyamp"), "no loss scaler|polyamp"),
+        (lambda: import_scaler(TORCH, rule={"intervall": 3}), "no configuration of torch"),
+        (
+            lambda: import_scaler(MEGATRON, rule={**MEGATRON_CONFIG, "hysteresis": "2"}),
+            "megatron: Dynamic: hysteresis must be an integer",
+        ),
+        (
+            lambda: import_scaler(MEGATRON, rule={"hysteresis": 2, "loss_scale_windows": 3}),
+            "no parameter 'loss_scale_windows'; did you mean 'loss_scale_window'",
+        ),
+        (lambda: import_scaler(TORCH, rule="torch"), "rule must be a rule or a configuration"),
+        (lambda: export_scaler(Dynamic(), Dynamic().init(), "tf"), "unknown system 'tf'"),
+        (
+            lambda: export_scaler(Dynamic(), Dynamic().init(), "torch", part="all"),
+            "part must be 'state' or 'config'",
+        ),
+    ],
+    ids=range(10),
+)
+def test_wrong_calls(call: Any, words: str) -> None:
+    with pytest.raises(StateError, match=words):
+        call()
+
+
+def test_a_collapsed_scale_is_lifted_once() -> None:
+    with pytest.warns(UserWarning, match="lifted") as caught:
+        state = import_scaler({**TORCH, "scale": 0.0})[1]
+    assert (state.loss_scale, len(caught)) == (2.0**-126, 1)
+
+
+def test_nothing_that_was_read_is_changed() -> None:
+    data = {"optimizer": {"grad_scaler": dict(MEGATRON)}, "args": dict(MEGATRON_CONFIG)}
+    before = copy.deepcopy(data)
+    import_scaler(data)
+    assert data == before
