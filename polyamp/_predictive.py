@@ -67,11 +67,13 @@ class Predictive(Rule):
         min_scale, max_scale: bounds of the scale.
         guard: whole bits kept free between the predicted largest gradient and float16's end. Add
             ceil(log2 N) where N micro-batches are summed, not averaged, in float16.
+        sub_interval: measure `Signal.sub`, the share of underflow, on every such step; 0 for never.
+            It lets the margin shrink where much is flushed, and costs a pass over the gradients.
         at_floor: "clamp" keeps going at `min_scale`; "fault" faults on an overflow there.
         max_skips_in_a_row: fault after that many skipped steps in a row; None for never.
 
     All scales are powers of two. The rule asks for `Signal.amax`, the largest gradient as it came,
-    and uses `Signal.sub`, the share of underflow, where it is known. `ScalerState.memory` is
+    and uses `Signal.sub` where it is known. `ScalerState.memory` is
     (p, q, c, seen).
 
     Raises:
@@ -86,6 +88,7 @@ class Predictive(Rule):
     min_scale: float = 2.0**-24
     max_scale: float = 2.0**100
     guard: int = 1
+    sub_interval: int = 0
     at_floor: Literal["clamp", "fault"] = "clamp"
     max_skips_in_a_row: int | None = None
 
@@ -93,6 +96,7 @@ class Predictive(Rule):
         check_scales(self)
         check_powers_of_two(self, "init_scale", "min_scale", "max_scale")
         check_count(self, "guard", 0)
+        check_count(self, "sub_interval", 0)
         if self.guard > TOP:
             raise RuleError(f"Predictive: guard must be 0 to {TOP} bits, got {self.guard}")
         if self.at_floor not in ("clamp", "fault"):

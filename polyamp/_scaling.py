@@ -51,6 +51,9 @@ class Rule(ABC):
 
     wants_amax: ClassVar[bool] = False
     """Whether `Signal.amax` must be measured for this rule."""
+    sub_interval: int = 0
+    """`Signal.sub` is to be measured on every step whose number (`ScalerState.step` before it) is a
+    multiple of this; 0 for never."""
     init_scale: float
     min_scale: float
     max_scale: float

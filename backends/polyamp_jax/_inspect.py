@@ -68,13 +68,21 @@ def inspect(
         signal = signal._replace(loss_finite=jnp.isfinite(loss).all())
     if amax:
         signal = signal._replace(amax=largest(values))
-    return signal._replace(sub=_share(values)) if sub else signal
+    return signal._replace(sub=share(values)) if sub else signal
 
 
 def largest(values: list[Array]) -> Array:
     """Largest magnitude, 0-d f32; 0 of nothing."""
-    tops = [jnp.max(size).astype(jnp.float32) for size in _sizes(values)]
+    tops = [_as_f32(jnp.max(size)) for size in _sizes(values)]
     return functools.reduce(jnp.maximum, tops, jnp.zeros((), jnp.float32))
+
+
+def _as_f32(top: Array) -> Array:
+    """A finite float64 beyond float32 stays finite."""
+    if top.dtype != jnp.float64:
+        return top.astype(jnp.float32)
+    narrow = jnp.minimum(top, float(jnp.finfo(jnp.float32).max))
+    return jnp.where(jnp.isfinite(top), narrow, top).astype(jnp.float32)
 
 
 def _sizes(values: list[Array]) -> list[Array]:
@@ -82,12 +90,13 @@ def _sizes(values: list[Array]) -> list[Array]:
     return [jnp.abs(part) for part in parts]
 
 
-def _share(values: list[Array]) -> Array:
+def share(values: list[Array]) -> Array:
+    """Of the nonzero entries, the share below 2**-14 in magnitude: 0-d f32, -1 of none."""
     zero = jnp.zeros((), jnp.int32)
     sizes = _sizes(values)
     small = [jnp.sum((s > 0) & (s < _SMALLEST_NORMAL_F16), dtype=jnp.int32) for s in sizes]
     nonzero = [jnp.sum(s > 0, dtype=jnp.int32) for s in sizes]
     total = functools.reduce(jnp.add, nonzero, zero)
     found = functools.reduce(jnp.add, small, zero)
-    share = found.astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
-    return jnp.where(total > 0, share, jnp.float32(-1.0))
+    part = found.astype(jnp.float32) / jnp.maximum(total, 1).astype(jnp.float32)
+    return jnp.where(total > 0, part, jnp.float32(-1.0))

@@ -26,8 +26,8 @@ from polyamp._presets import resolve_rule
 from polyamp._scaling import MAX_SCALE, Rule, Static, bind
 from polyamp._state import ScalerState, Signal, decision
 from polyamp_jax._cast import divide, is_floating, unscale
-from polyamp_jax._distributed import pmean, reduce
-from polyamp_jax._inspect import all_finite, arrays, largest
+from polyamp_jax._distributed import pmean, reduce, vary, varying
+from polyamp_jax._inspect import all_finite, arrays, largest, share
 from polyamp_jax._ops import select, xp
 from polyamp_jax._state import typed
 
@@ -112,7 +112,7 @@ def loss_scaled(
     def judge(grads: Any, state: LossScaledState, loss: Any) -> Judged:
         old = typed(state.scaler)
         grads = jax.tree.map(lambda g: jnp.asarray(g) if isinstance(g, float) else g, grads)
-        amax, by, finite = None, old.loss_scale, True
+        amax, by, finite = None, old.loss_scale, jnp.array(True)
         if chosen.wants_amax:
             amax = largest(arrays(grads))
             finite = jnp.isfinite(amax) & jnp.isfinite(amax / by)
@@ -122,7 +122,7 @@ def loss_scaled(
         if axis_name is not None:
             unscaled = pmean(unscaled, axis_name)
         finite &= all_finite(arrays(unscaled))
-        signal = Signal(finite, amax=amax)
+        signal = Signal(finite, amax=amax, sub=_share_if_due(chosen, old, grads))
         if loss is not None:
             signal = signal._replace(loss_finite=jnp.isfinite(loss).all())
         new = bind(chosen, xp)(old, reduce(signal, axis_name))
@@ -162,6 +162,19 @@ def _optax(inner: Any) -> optax.GradientTransformationExtraArgs:
             f" optax.MultiSteps, got {inner!r}"
         )
     return optax.with_extra_args_support(inner)
+
+
+def _share_if_due(rule: Rule, state: ScalerState, grads: Any) -> Any:
+    """`Signal.sub` on the steps the rule wants it, else -1."""
+    if not rule.sub_interval:
+        return -1.0
+    values = arrays(grads)
+    axes = frozenset[Any]().union(*map(varying, values))
+    return jax.lax.cond(
+        state.step % rule.sub_interval == 0,
+        lambda: share(values),
+        lambda: vary(jnp.float32(-1.0), axes),
+    )
 
 
 def _may_exceed(rule: Rule) -> bool:

@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from polyamp._errors import RuleError
-from polyamp_torch._grads import combined, is_fused, largest, owned_grads, step_with, tell
+from polyamp_torch._grads import combined, is_fused, owned_grads, step_with, tell
 from polyamp_torch._inspect import dense
 from polyamp_torch._norm import Found, Part, measure, widest
 
@@ -196,9 +196,9 @@ def _multiply_and_step(scaler: Stepping, optimizer: Optimizer, clip: _Clip) -> N
 def _judged(scaler: Stepping, optimizer: Optimizer, clip: _Clip) -> dict[str, Any]:
     """The optimizer's record, with the norm's verdict in it beside any earlier one."""
     record: dict[str, Any] = scaler._per_optimizer_states[id(optimizer)]
-    tops = scaler._tops(optimizer)
-    if tops is not None and record["stage"] is OptState.READY:
-        tops.update(largest(clip.parts[0].grads))
+    seen = scaler._range(optimizer)
+    if seen is not None and record["stage"] is OptState.READY:
+        seen.note(clip.parts[0].grads)
     bad = clip.found.finite.logical_not().to(torch.float32)
     earlier = record["found_inf_per_device"].values()
     record["found_inf_per_device"] = {bad.device: combined([*earlier, bad], bad.device)}

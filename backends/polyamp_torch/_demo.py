@@ -111,6 +111,7 @@ def _trainer(task: Task, policy: Policy, settings: Settings, device: torch.devic
         optimizer,
         cross_entropy,
         policy=policy,
+        rule="dynamic" if policy.needs_scaling else None,  # as in the other frameworks
         scheduler=schedule,
         max_norm=settings.max_norm,
         accumulation_steps=settings.accumulate,

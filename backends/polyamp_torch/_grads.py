@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from polyamp._errors import RuleError
 from polyamp_torch._cast import like_mapping
-from polyamp_torch._inspect import amaxes, dense, judge
+from polyamp_torch._inspect import Range, amaxes, dense, judge
 
 Tensor = torch.Tensor
 PerDevice = dict[torch.device, Tensor]
@@ -138,7 +137,7 @@ class Gradients:
         found_inf: Tensor,
         fp16: bool,
         twice: bool,
-        tops: PerDevice | None = None,
+        seen: Range | None = None,
     ) -> PerDevice:
         """Multiply the optimizer's gradients by `inverse` in place and look for what is not finite.
 
@@ -148,21 +147,21 @@ class Gradients:
             found_inf: f32, 0-d: value the flags start from.
             fp16: allow float16 gradients (their unscaled values may be below float16's range).
             twice: judge the unscaled values too, which a scale below 1 can push to infinity.
-            tops: is given the largest magnitude, as it came, of each device's scaled gradients.
+            seen: is told of the gradients that still carry the scale.
 
         Returns:
             One 0-d f32 flag per device, above 0 where a gradient is not finite.
 
         Raises:
-            RuleError: `tops` and a DTensor.
+            RuleError: `seen` and a DTensor.
             ValueError: a float16 gradient where `fp16` is false.
         """
         grads = self.owned(optimizer, fp16)
         done, flags = self.done(grads), PerDevice()
         fresh = [grad for grad in grads if id(grad) not in done] if done else grads
         unscaled = [grad for grad in grads if id(grad) in done] if done else []
-        if tops is not None:
-            tops.update(largest(fresh))
+        if seen is not None:
+            seen.note(fresh)
         try:
             _check_and_multiply(fresh, inverse, found_inf, flags, unscaled)
         finally:
@@ -179,7 +178,7 @@ class Gradients:
         grads: Sequence[Tensor],
         inverse: Tensor,
         amplifies: bool,
-        tops: PerDevice | None = None,
+        seen: Range | None = None,
     ) -> PerDevice:
         """Look for what is not finite, as it came or once unscaled, and change no value.
 
@@ -188,13 +187,13 @@ class Gradients:
             inverse: f32, 0-d: 1 / scale.
             amplifies: whether `inverse` may be above 1. If not, what is finite as it came stays so
                 when unscaled, and torch's own check will do.
-            tops: as in `unscale_`; one pass then measures and judges.
+            seen: as in `unscale_`; one pass then measures and judges.
 
         Returns:
             As `unscale_`.
         """
         flags: PerDevice = {}
-        if not amplifies and tops is None:
+        if not amplifies and seen is None:
             one = torch.ones_like(inverse)
             _check_and_multiply(grads, one, torch.zeros_like(inverse), flags, [])
             return flags
@@ -204,32 +203,14 @@ class Gradients:
             by = torch.ones_like(inverse) if unscaled else inverse
             for device in {value.device for value in values}.difference(flags):
                 flags[device] = torch.zeros((), dtype=torch.float32, device=device)
-            found = largest(values)
+            if seen is None or unscaled:
+                found = amaxes([v for v in map(dense, values) if v.numel()])
+            else:
+                found = seen.note(values)
             for device, top in found.items():
                 bad = judge(top, by).logical_not().to(torch.float32)
                 flags[device] = torch.maximum(flags[device], bad)
-            if tops is not None and not unscaled:
-                tops.update(found)
         return flags
-
-
-def largest(grads: Iterable[Tensor]) -> PerDevice:
-    """`amaxes` of gradients of any kind, empty ones left out.
-
-    Raises:
-        RuleError: one of them is a DTensor, of which this rank has a part only.
-    """
-    values = []
-    for grad in grads:
-        if hasattr(grad, "to_local"):
-            raise RuleError(
-                "the largest gradient of a DTensor is not measured: use a rule that needs no amax,"
-                ' such as Dynamic() or "torch"'
-            )
-        value = dense(grad)
-        if value.numel():
-            values.append(value)
-    return amaxes(values)
 
 
 def _check_and_multiply(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from polyamp._errors import RuleError
 from polyamp._state import Signal
 
 Tensor = torch.Tensor
@@ -89,7 +91,7 @@ def inspect(
         for _, other in largest:
             top = torch.maximum(top, as_f32(other).to(home))
         signal = signal._replace(amax=top)
-    return signal._replace(sub=_share(values, home)) if sub else signal
+    return signal._replace(sub=share(values, home)) if sub else signal
 
 
 def _on(value: Any, home: torch.device) -> Tensor:
@@ -105,12 +107,64 @@ def as_f32(amax: Tensor) -> Tensor:
     return torch.where(torch.isinf(amax), amax, narrow).to(torch.float32)
 
 
-def _share(values: list[Tensor], home: torch.device) -> Tensor:
+def share(values: list[Tensor], home: torch.device) -> Tensor:
+    """Of the nonzero entries, the share below 2**-14 in magnitude: 0-d f32, -1 of none."""
     small = torch.zeros((), dtype=torch.int64, device=home)
     nonzero = torch.zeros((), dtype=torch.int64, device=home)
     for value in values:
         size = value.abs()
         small += ((size > 0) & (size < _SMALLEST_NORMAL_F16)).sum().to(home)
         nonzero += torch.count_nonzero(size).to(home)
-    share = small.to(torch.float32) / nonzero.clamp(min=1)
-    return torch.where(nonzero > 0, share, torch.full_like(share, -1.0))
+    found = small.to(torch.float32) / nonzero.clamp(min=1)
+    return torch.where(nonzero > 0, found, torch.full_like(found, -1.0))
+
+
+@dataclass
+class Range:
+    """What a rule that follows the gradients' range is told of one optimizer's."""
+
+    wants_sub: bool
+    amax: dict[torch.device, Tensor] = field(default_factory=dict)
+    """Largest magnitude as it came, per device: 0-d."""
+    sub: list[Tensor] = field(default_factory=list)
+    """Shares of underflow, 0-d f32."""
+
+    def note(self, grads: Iterable[Tensor]) -> dict[torch.device, Tensor]:
+        """Measure gradients that still carry the scale; returns their largest magnitudes.
+
+        Raises:
+            RuleError: one of them is a DTensor, of which this rank has a part only.
+        """
+        values = _stored(grads)
+        found = amaxes(values)
+        self.amax.update(found)
+        if self.wants_sub and values:
+            self.sub.append(share(values, values[0].device))
+        return found
+
+
+def _stored(grads: Iterable[Tensor]) -> list[Tensor]:
+    values = []
+    for grad in grads:
+        if hasattr(grad, "to_local"):
+            raise RuleError(
+                "the largest gradient of a DTensor is not measured: use a rule that needs no amax,"
+                ' such as Dynamic() or "torch"'
+            )
+        values.append(dense(grad))
+    return [value for value in values if value.numel()]
+
+
+def signal_of(finite: Tensor, records: Iterable[dict[str, Any]]) -> Signal:
+    """What was measured in this iteration, of all optimizers together, on the flag's device."""
+    signal, seen = Signal(finite), [r["range"] for r in records if "range" in r]
+    tops = [top for one in seen for top in one.amax.values()]
+    shares = [share for one in seen for share in one.sub]
+    if tops:
+        signal = signal._replace(amax=as_f32(_together(tops, finite.device)))
+    return signal._replace(sub=_together(shares, finite.device)) if shares else signal
+
+
+def _together(values: list[Tensor], home: torch.device) -> Tensor:
+    # A copy to the CPU that does not wait could be read before it has arrived.
+    return torch.stack([v.to(home, non_blocking=home.type != "cpu") for v in values]).amax()

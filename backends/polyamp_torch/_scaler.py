@@ -17,7 +17,13 @@ from polyamp._interchange import scaler_from_dict, scaler_to_dict
 from polyamp._policy import Policy, parse_policy
 from polyamp._policy_map import PolicyMap
 from polyamp._scaling import Rule
-from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
+from polyamp._state import (
+    Decision,
+    ScalerState,
+    raise_on_fault,
+    warn_of_skips,
+    warn_on_skip,
+)
 from polyamp._xp import F32_MAX
 from polyamp_torch._arguments import (
     TORCH,
@@ -28,7 +34,7 @@ from polyamp_torch._arguments import (
 )
 from polyamp_torch._cast import default_device_type
 from polyamp_torch._grads import Gradients, combined, scaled
-from polyamp_torch._inspect import as_f32
+from polyamp_torch._inspect import signal_of
 from polyamp_torch._state import Keeper
 from polyamp_torch._state_dict import export_state, import_state
 from polyamp_torch._stepping import Stepping
@@ -215,10 +221,9 @@ class GradScaler(Stepping):
                     "update() found no inf checks: call scaler.step(optimizer), with gradients"
                     " there, before it"
                 )
-            tops = [top for r in records for top in r.get("amax_per_device", {}).values()]
-            amax = as_f32(combined(tops, scale.device)) if tops else None
+            finite = combined(found, scale.device) == 0.0
             self._last_decision = self._keeper.advance(
-                scale, tracker, combined(found, scale.device), self._on_device(scale), amax
+                scale, tracker, signal_of(finite, records), self._on_device(scale)
             )
         self._abandon()
         if new_scale is not None:

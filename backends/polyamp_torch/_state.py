@@ -33,6 +33,7 @@ class Keeper:
         self.rule = rule
         self._host = rule.init()
         self._packed: Tensor | None = None
+        self._made = self._host.step
         self._bound: dict[torch.device | None, Transition] = {}
 
     def use_rule(self, rule: Rule) -> None:
@@ -42,37 +43,35 @@ class Keeper:
 
     def load(self, state: ScalerState) -> None:
         """Go on from `state`, in Python numbers; the tensors are the caller's to fill."""
-        self._host, self._packed = state, None
+        self._host, self._packed, self._made = state, None, state.step
 
-    def advance(
-        self,
-        scale: Tensor,
-        tracker: Tensor,
-        found_inf: Tensor,
-        device: bool,
-        amax: Tensor | None = None,
-    ) -> Decision:
+    def advance(self, scale: Tensor, tracker: Tensor, signal: Signal, device: bool) -> Decision:
         """One transition, written to both tensors in place.
 
         Args:
             scale: f32, 0-d. tracker: i32, 0-d.
-            found_inf: f32, 0-d, above 0 where the step overflowed.
+            signal: what was measured; 0-d tensors.
             device: compute on the tensors' device without waiting for it; else on the host.
-            amax: f32, 0-d: largest gradient as it came, where the rule asks for it.
 
         Returns:
             The decision: 0-d tensors in device mode, else Python numbers.
         """
+        self._made += 1
         if device:
-            return self._advance_on_device(scale, tracker, Signal(found_inf == 0.0, amax=amax))
+            return self._advance_on_device(scale, tracker, signal)
         old = self.read(scale, tracker)
-        top = None if amax is None else amax.item()
-        new = self._transition(None)(old, Signal(found_inf.item() == 0.0, amax=top))
+        values = [v.item() if isinstance(v, Tensor) else v for v in signal]
+        new = self._transition(None)(old, Signal(*values))
         self._host, self._packed = new, None
         if new.loss_scale != old.loss_scale:
             scale.fill_(new.loss_scale)
         tracker.fill_(new.clean)
         return decision(old, new)
+
+    def sub_is_due(self) -> bool:
+        """Whether the share of underflow is to be measured in this step; known without waiting."""
+        interval = self.rule.sub_interval
+        return interval > 0 and self._made % interval == 0
 
     def read(self, scale: Tensor | None, tracker: Tensor | None) -> ScalerState:
         """The whole state in Python numbers; waits for the device where it lives there.

@@ -21,6 +21,7 @@ from polyamp_torch._grads import (
     step_with,
     tell,
 )
+from polyamp_torch._inspect import Range
 from polyamp_torch._state import Keeper
 
 Tensor = torch.Tensor
@@ -45,16 +46,16 @@ class Stepping(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        twice, tops = self._may_amplify(inv_scale), self._tops(optimizer)
-        return self._gradients.unscale_(optimizer, inv_scale, found_inf, allow_fp16, twice, tops)
+        twice, seen = self._may_amplify(inv_scale), self._range(optimizer)
+        return self._gradients.unscale_(optimizer, inv_scale, found_inf, allow_fp16, twice, seen)
 
-    def _tops(self, optimizer: Optimizer) -> dict[torch.device, Tensor] | None:
-        """Where this iteration's largest gradients are noted, if the rule asks for them."""
+    def _range(self, optimizer: Optimizer) -> Range | None:
+        """Where this iteration's gradients are noted, if the rule asks for their range."""
         if not self._keeper.rule.wants_amax:
             return None
         record = self._per_optimizer_states[id(optimizer)]
-        tops: dict[torch.device, Tensor] = record.setdefault("amax_per_device", {})
-        return tops
+        seen: Range = record.setdefault("range", Range(self._keeper.sub_is_due()))
+        return seen
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         return self._check_inf(optimizer, self._gradients.owned(optimizer))
@@ -62,8 +63,8 @@ class Stepping(torch.amp.GradScaler):
     def _check_inf(self, optimizer: Optimizer, grads: list[Tensor]) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         inverse = _inverse(scale)
-        amplifies, tops = self._may_amplify(inverse), self._tops(optimizer)
-        flags = self._gradients.check(grads, inverse, amplifies, tops)
+        amplifies, seen = self._may_amplify(inverse), self._range(optimizer)
+        flags = self._gradients.check(grads, inverse, amplifies, seen)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 

@@ -51,7 +51,8 @@ class Trainer:
         fp16, bf16: short for policy="fp16" and policy="bf16".
         policy: a policy, a policy map or a policy string. None of the three: the policy that the
             model has already, else float32.
-        rule: how the loss is scaled, as in `GradScaler`. Without it only float16 is scaled.
+        rule: how the loss is scaled, as in `GradScaler`; by default "auto" (`polyamp.Predictive`)
+            where something computes in float16, and no scaling elsewhere.
         scheduler: stepped after each applied step; not ReduceLROnPlateau.
         max_norm: gradients are clipped to this total norm; None: not at all.
         accumulation_steps: batches per step, which count alike, whatever their sizes.
@@ -98,7 +99,7 @@ class Trainer:
         rules = _rules(model, fp16, bf16, policy)
         self.device = next(model.parameters()).device
         scaled = rules.needs_scaling or rule is not None
-        self.scaler = GradScaler(self.device.type, enabled=scaled, rule=rule)
+        self.scaler = GradScaler(self.device.type, enabled=scaled, rule=rule or "auto")
         self.model = apply_policy(model, rules)
         masters = any(p.master_dtype or p.param_dtype == "float16" for p in rules.policies)
         wrap = masters and not isinstance(optimizer, MasterWeights)

@@ -86,7 +86,9 @@ def test_an_untrained_model_is_as_bad_as_guessing():
 
 
 def test_skipped_steps_are_counted_and_the_scale_has_come_down(monkeypatch):
-    start = functools.partial(amp.GradScaler, init_scale=2.0**40)
+    def start(device, *, enabled, rule):
+        return amp.GradScaler(device, 2.0**40, enabled=enabled)
+
     monkeypatch.setattr(_trainer, "GradScaler", start)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkippedStepWarning)

@@ -162,3 +162,19 @@ def test_an_unmeasured_step_is_an_error():
         scaler.step(optimizer)
     with pytest.raises(polyamp.RuleError, match=r"needs Signal\.amax"):
         scaler.update()
+
+
+def test_underflow_is_measured_on_the_steps_asked_for(make):
+    scaler, param = make(rule=Predictive(sub_interval=2)), parameter(*[0.0] * 4)
+    optimizer = torch.optim.SGD([param], 1.0, fused=True)
+    step, want = polyamp.bind(scaler.rule), scaler.rule.init()
+    for number in range(6):
+        scale = want.loss_scale
+        backward(scaler, param)
+        param.grad.copy_(torch.tensor([1.0, 0.0, 2.0**-30, 2.0**-30]) * scale)
+        scaler.step(optimizer)
+        scaler.update()
+        share = polyamp.host.c(2 / 3, "f32") if number % 2 == 0 else -1.0
+        want = step(want, Signal(True, True, scale, share))
+        assert scaler.state == want
+    assert want.memory[1] == 2 * 65536 - 2 * 8 * 164 - 3 * 164
