@@ -85,7 +85,7 @@ class Predictive(Rule):
     wants_amax: ClassVar[bool] = True
 
     init_scale: float = 2.0**12
-    min_scale: float = 2.0**-24
+    min_scale: float = 2.0**-32
     max_scale: float = 2.0**100
     guard: int = 1
     sub_interval: int = 0
