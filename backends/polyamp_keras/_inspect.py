@@ -64,9 +64,17 @@ def quickly_finite(grads: Sequence[Any], scale: float) -> bool:
         return False
     with torch.no_grad():
         sums = [g.sum(dtype=torch.float32) for g in present]
-        home = sums[0].device
-        total = torch.stack([s.to(home) for s in sums]).sum()
-    return math.isfinite(total.item())
+    return all(map(math.isfinite, _items(sums)))
+
+
+def _items(sums: Sequence[Any]) -> list[float]:
+    """0-d torch tensors as numbers, with one wait for a device that is not the CPU."""
+    import torch
+
+    home = sums[0].device
+    if all(s.device.type == "cpu" for s in sums):
+        return [s.item() for s in sums]
+    return torch.stack([s.to(home) for s in sums]).tolist()
 
 
 def _stored(grad: Any) -> Any:

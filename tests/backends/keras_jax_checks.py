@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 if keras.config.backend() != "jax":
@@ -16,6 +17,7 @@ import keras_cases as kc
 
 import polyamp
 import polyamp.keras as amp
+from polyamp_keras._inspect import inspect
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning"),
