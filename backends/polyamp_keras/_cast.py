@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from polyamp._formats import format_of
-from polyamp_keras._ops import FRAMEWORK
+from polyamp_keras._ops import FRAMEWORK, own_tensor
 
 
 def cast(tree: Any, dtype: str) -> Any:
@@ -88,7 +88,8 @@ def unscale_own(grads: Sequence[Any], variables: Sequence[Any], inverse: float) 
     for grad, variable in zip(grads, variables, strict=True):
         if grad is None or grad.is_sparse or grad.dtype not in (torch.float32, torch.float64):
             return False
-        if getattr(variable.value, "grad", None) is not grad:
+        held = own_tensor(variable)
+        if getattr(variable.value if held is None else held, "grad", None) is not grad:
             return False
     with torch.no_grad():
         torch._foreach_mul_(list(grads), inverse)

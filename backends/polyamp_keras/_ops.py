@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 from keras import ops
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from polyamp._errors import BackendError
 from polyamp._xp import Kind
@@ -133,6 +134,20 @@ def read(variable: Any) -> Any:
 def number(tensor: Any) -> Any:
     """A 0-d tensor as a Python number; waits for the device."""
     return (tensor.numpy() if FRAMEWORK == "tensorflow" else tensor).item()
+
+
+def own_tensor(variable: Any) -> Any:
+    """The tensor that a torch variable holds; None where `value` may be another or is to be made.
+
+    `value` itself costs several times as much as reading a number from it.
+    """
+    return None if FRAMEWORK != "torch" or in_stateless_scope() else variable._value
+
+
+def number_in(variable: Any) -> Any:
+    """A 0-d variable as a Python number; waits for the device."""
+    tensor = own_tensor(variable)
+    return number(variable.value) if tensor is None else tensor.item()
 
 
 def to_numpy(tensor: Any) -> Any:

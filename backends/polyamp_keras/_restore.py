@@ -9,7 +9,7 @@ import keras
 from keras import ops
 
 from polyamp_keras._distributed import cross_replica, first_local, replica_context
-from polyamp_keras._ops import FRAMEWORK, cond, read, select
+from polyamp_keras._ops import FRAMEWORK, cond, number_in, read, select
 from polyamp_keras._scaler import LossScaleOptimizer
 
 
@@ -51,9 +51,10 @@ class RestoringStep:
     def _stateful(self, data: Any) -> Any:
         optimizer = self.model.optimizer
         variables = [*self._changing(), *self.model.metrics_variables]
-        before, count = [_copy(v) for v in variables], _copy(optimizer._state.skipped)
+        before, count = [_copy(v) for v in variables], _count(optimizer)
         logs = self.original(data)
-        skipped = ops.not_equal(optimizer._state.skipped, count)
+        now = _count(optimizer)
+        skipped = now != count if FRAMEWORK == "torch" else ops.not_equal(now, count)
         context = replica_context()
         if context is not None:
             _restore_together(context, variables, before, skipped)
@@ -90,6 +91,12 @@ class RestoringStep:
 
 def _dtype(value: Any) -> str:
     return str(keras.backend.standardize_dtype(ops.convert_to_tensor(value).dtype))
+
+
+def _count(optimizer: Any) -> Any:
+    """Steps skipped so far: a number on torch, where that costs least, else a tensor."""
+    variable = optimizer._state.skipped
+    return number_in(variable) if FRAMEWORK == "torch" else read(variable)
 
 
 def _copy(variable: Any) -> Any:

@@ -169,7 +169,9 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
         self._report(self.state, stacklevel=2)
 
     def _report(self, state: ScalerState, stacklevel: int) -> None:
-        fresh, self._told = state.skipped - self._told, state.skipped
+        fresh = state.skipped - self._told
+        if fresh:
+            self._told = state.skipped
         if state.fault:
             self._state.fault.assign(0)
             raise_on_fault(state)
@@ -188,7 +190,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
             BackendError: in a jitted JAX function that is not given the scale, which would be
                 compiled in as a constant.
         """
-        self._loss_scaled = True
+        if not self._loss_scaled:  # Keras tracks every attribute that is set, at a price
+            self._loss_scaled = True
         scale = self._state.loss_scale.value
         if baked(scale) and not isinstance(self._rule, Static):
             raise BackendError(
@@ -196,6 +199,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
                 " state: optimizer.stateless_scale_loss(optimizer_variables, loss)"
             )
         value = wide(ops.convert_to_tensor(loss))
+        if FRAMEWORK == "torch":
+            return value * scale
         return ops.multiply(value, ops.cast(scale, value.dtype))
 
     get_scaled_loss = scale_loss

@@ -9,7 +9,7 @@ from keras.initializers import Constant
 from polyamp._scaling import Rule
 from polyamp._state import ScalerState
 from polyamp._xp import host
-from polyamp_keras._ops import number, read
+from polyamp_keras._ops import number_in, own_tensor, read
 
 _NAMES = {"loss_scale": "dynamic_scale", "clean": "step_counter"}
 """Names that Keras' own LossScaleOptimizer gives to two of the variables."""
@@ -42,7 +42,7 @@ def tensors(variables: ScalerState) -> ScalerState:
 def numbers(variables: ScalerState) -> ScalerState:
     """The state as Python numbers; waits for the device where the variables live on one."""
     *head, memory = variables
-    values = [number(v.value) for v in (*head, *memory)]
+    values = [number_in(v) for v in (*head, *memory)]
     return ScalerState._make([*values[: len(head)], tuple(values[len(head) :])])
 
 
@@ -53,4 +53,12 @@ def write(variables: ScalerState, new: ScalerState, old: ScalerState | None = No
     known = None if old is None else [*old[:-1], *old.memory]
     for i, (v, value) in enumerate(zip((*head, *memory), (*values, *kept), strict=True)):
         if known is None or known[i] != value:
-            v.assign(value)
+            _assign(v, value)
+
+
+def _assign(variable: Any, value: Any) -> None:
+    tensor = own_tensor(variable)
+    if tensor is None:
+        variable.assign(value)
+    else:
+        tensor.detach().fill_(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 if keras.config.backend() != "jax":
@@ -16,6 +17,7 @@ import keras_cases as kc
 
 import polyamp
 import polyamp.keras as amp
+from polyamp_keras._inspect import inspect
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning"),
@@ -95,3 +97,18 @@ def test_a_shard_with_an_infinity_skips_all() -> None:
         assert kc.equal(kc.values(nets[0].variables), kc.values(nets[1].variables))
     finally:
         keras.distribution.set_distribution(None)
+
+
+@pytest.mark.parametrize("rows", [2, 32])
+def test_an_infinite_sum_is_found_though_its_terms_cancel_in_another_order(rows: int) -> None:
+    terms = np.zeros((rows, 16), np.float32)
+    terms[:2, 0], terms[0, 1] = 3e38, -3e38
+
+    @jax.jit
+    def bias_gradient(terms: Any) -> tuple[Any, Any]:
+        grad = terms.sum(axis=0)
+        return grad, inspect([grad], 2.0).finite
+
+    grad, finite = bias_gradient(terms)
+    assert np.isposinf(grad[0])
+    assert not finite
