@@ -29,11 +29,14 @@ def reduce(signal: Signal, group: Any = None) -> Signal:
         from polyamp_torch._distributed import reduce as torch_reduce
 
         return torch_reduce(signal, group)
-    largest = _largest_jax if FRAMEWORK == "jax" else _largest_tf
+    if FRAMEWORK == "tensorflow":
+        from polyamp_tensorflow._distributed import reduce as tensorflow_reduce
+
+        return tensorflow_reduce(signal, group)
     absent = signal.amax is None
     flags = [ops.logical_not(ops.cast(f, "bool")) for f in (signal.finite, signal.loss_finite)]
     rest = [] if absent else [_number(signal.amax), _number(signal.sub)]
-    bad, lost, *measured = largest([ops.cast(f, "float32") for f in flags] + rest, group)
+    bad, lost, *measured = _largest([ops.cast(f, "float32") for f in flags] + rest, group)
     amax, sub = measured if measured else (None, signal.sub)
     return Signal(bad == 0, lost == 0, amax, sub)
 
@@ -42,22 +45,10 @@ def _number(value: Any) -> Any:
     return ops.cast(value, "float32")
 
 
-def _largest_jax(values: list[Any], axis: Any) -> list[Any]:
+def _largest(values: list[Any], axis: Any) -> list[Any]:
     import jax
 
     return list(jax.lax.pmax(values, axis))  # type: ignore[no-untyped-call]
-
-
-def _largest_tf(values: list[Any], context: Any) -> list[Any]:
-    """Flags are summed, which every strategy does in one all-reduce; numbers are gathered."""
-    import tensorflow as tf
-
-    flags, numbers = values[:2], values[2:]
-    summed = tf.unstack(context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stack(flags)))
-    if not numbers:
-        return list(summed)
-    gathered = context.all_gather(tf.stack(numbers)[None], axis=0)
-    return [*summed, *tf.unstack(tf.reduce_max(gathered, axis=0), num=len(numbers))]
 
 
 def replica_context() -> Any:

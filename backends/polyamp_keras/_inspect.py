@@ -40,6 +40,10 @@ def inspect(
         from polyamp_torch._inspect import inspect as torch_inspect
 
         return torch_inspect(grads, loss_scale, loss, amax, sub)
+    if FRAMEWORK == "tensorflow":
+        from polyamp_tensorflow._inspect import inspect as tensorflow_inspect
+
+        return tensorflow_inspect(grads, loss_scale, loss, amax, sub)
     values = [v for g in grads if g is not None and 0 not in (v := _stored(g)).shape]
     signal = Signal(_all_finite(values, ops.cast(loss_scale, "float32")))
     if loss is not None:
@@ -48,6 +52,26 @@ def inspect(
         tops = [_as_f32(_amax(v)) for v in values]
         signal = signal._replace(amax=ops.max(ops.stack(tops)) if tops else xp.c(0.0, "f32"))
     return signal._replace(sub=_share(values)) if sub else signal
+
+
+def inspect_for(
+    variables: Sequence[Any], grads: Sequence[Any], loss_scale: Any, amax: bool
+) -> Signal:
+    """`inspect` of what is to be applied to `variables`.
+
+    On TensorFlow the gradients must be finite unscaled in the dtype of their variables and summed
+    over the replicas too, as for `polyamp.tensorflow.LossScaler`.
+    """
+    if FRAMEWORK != "tensorflow":
+        return inspect(grads, loss_scale, amax=amax)
+    import tensorflow as tf
+
+    from polyamp_tensorflow._inspect import measure, parts
+
+    context = tf.distribute.get_replica_context()
+    replicas = 1 if context is None else context.num_replicas_in_sync
+    found = parts(grads, [v.dtype for v in variables], replicas)
+    return measure(found, tf.cast(loss_scale, tf.float32), amax=amax)
 
 
 def quickly_finite(grads: Sequence[Any], scale: float) -> bool:

@@ -47,13 +47,20 @@ def numbers(variables: ScalerState) -> ScalerState:
 
 
 def write(variables: ScalerState, new: ScalerState, old: ScalerState | None = None) -> None:
-    """Assign a state to the variables; only where it differs from `old`, if that is given."""
+    """Assign a state to the variables; only where it differs from `old`, if that is given.
+
+    Of tensors, which may be traced, only those that are the same object are equal.
+    """
     *head, memory = variables
     *values, kept = new
     known = None if old is None else [*old[:-1], *old.memory]
     for i, (v, value) in enumerate(zip((*head, *memory), (*values, *kept), strict=True)):
-        if known is None or known[i] != value:
+        if known is None or not _same(known[i], value):
             _assign(v, value)
+
+
+def _same(old: Any, new: Any) -> bool:
+    return old is new or (isinstance(new, int | float) and bool(old == new))
 
 
 def _assign(variable: Any, value: Any) -> None:

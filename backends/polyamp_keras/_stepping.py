@@ -20,7 +20,7 @@ from polyamp._xp import host
 from polyamp_keras import _state
 from polyamp_keras._cast import unscale, unscale_own
 from polyamp_keras._distributed import cross_replica, first_local, reduce, replica_context
-from polyamp_keras._inspect import inspect, quickly_finite
+from polyamp_keras._inspect import inspect, inspect_for, quickly_finite
 from polyamp_keras._ops import FRAMEWORK, cond, read, traced, xp
 
 
@@ -67,7 +67,7 @@ def _in_graph(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) ->
         _functional(applied, optimizer, go)
     else:
         cond(applied, go, _nothing)
-    _state.write(optimizer._state, new)
+    _state.write(optimizer._state, new, old)
 
 
 def _together(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], context: Any) -> None:
@@ -123,10 +123,11 @@ def _decide(optimizer: Any, old: ScalerState, signal: Signal) -> ScalerState:
 
 
 def _measure(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> Signal:
-    """`inspect` of the scaled gradients, with the finiteness of the others."""
+    """`inspect_for` of the scaled gradients, with the finiteness of the others."""
     others = [_overwrites(v) for v in variables]
     scaled = [g for g, other in zip(grads, others, strict=True) if not other]
-    signal = inspect(scaled, scale, amax=optimizer.rule.wants_amax)
+    targets = [v for v, other in zip(variables, others, strict=True) if not other]
+    signal = inspect_for(targets, scaled, scale, amax=optimizer.rule.wants_amax)
     if not any(others):
         return signal
     rest = [g for g, other in zip(grads, others, strict=True) if other]

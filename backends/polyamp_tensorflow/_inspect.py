@@ -14,7 +14,9 @@ from polyamp_tensorflow._cast import wide
 
 _SMALLEST_NORMAL_F16 = 2.0**-14
 _EASY = 256.0
-"""At this scale and above, a gradient of at most this reach is finite unscaled if it is scaled."""
+"""At this scale and above, a gradient of at most this reach is finite unscaled if it is scaled.
+
+For a reach of 1 a scale of 1 is enough."""
 
 
 class Part(NamedTuple):
@@ -86,7 +88,8 @@ def sound(found: Sequence[Part], scale: tf.Tensor) -> tf.Tensor:
     verdicts = [_closely(part, scale) for part in hard]
     if easy:
         total = tf.add_n([tf.cast(tf.reduce_sum(part.values), tf.float32) for part in easy])
-        quick = tf.math.is_finite(total) & (scale >= _EASY)
+        enough = 1.0 if all(part.reach == 1.0 for part in easy) else _EASY
+        quick = tf.math.is_finite(total) & (scale >= enough)
         verdicts.append(tf.cond(quick, _yes, closely))
     return _all(verdicts)
 

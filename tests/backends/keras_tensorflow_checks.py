@@ -86,6 +86,21 @@ def test_slices_are_unscaled_and_judged(graph: bool) -> None:
     assert kc.value(table).tolist() == [[0, 0], [1, 1], [0, 0]]
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_what_a_float16_variable_cannot_hold_is_skipped(graph: bool) -> None:
+    opt, var = kc.optimizer(rule=polyamp.Static(1.0)), keras.Variable([1.0], dtype="float16")
+    opt.build([var])
+
+    def step(grad: Any) -> None:
+        opt.apply([grad * opt.scale.value], [var])
+
+    run = tf.function(step) if graph else step
+    run(tf.constant([2.0**17]))
+    assert (kc.value(var).tolist(), opt.state.skipped) == ([1.0], 1)
+    run(tf.constant([2.0**15]))
+    assert (kc.value(var).tolist(), opt.state.skipped) == ([-(2.0**15)], 1)
+
+
 def test_a_checkpoint_holds_the_scaler(tmp_path: Path) -> None:
     rule = kc.RULES["tolerant"]()
     opt, var = kc.optimizer(keras.optimizers.Adam(0.1), rule=rule), keras.Variable([1.0])
@@ -133,6 +148,20 @@ def test_an_infinity_on_one_replica_skips_all(strategy: Any, graph: bool, where:
         seen.append((copies[0], opt.state.loss_scale, int(opt.iterations.numpy())))
     # The sum of both replicas' 0.25, then half the step before plus another 0.5.
     assert seen == [([0.5, 1.5], 4.0, 1), ([0.5, 1.5], 2.0, 1), ([-0.25, 0.75], 2.0, 2)]
+
+
+def test_what_overflows_only_summed_over_replicas_is_skipped(strategy: Any) -> None:
+    with strategy.scope():
+        opt, var = kc.optimizer(rule=polyamp.Static(1.0)), keras.Variable([1.0])
+        opt.build([var])
+
+    def run(grad: Any) -> None:
+        strategy.run(lambda: opt.apply([grad * opt.scale.value], [var]))
+
+    run(tf.constant([2.0**127]))
+    assert (kc.value(var).tolist(), opt.state.skipped) == ([1.0], 1)
+    run(tf.constant([2.0**126]))
+    assert (kc.value(var).tolist(), opt.state.skipped) == ([-(2.0**127)], 1)
 
 
 def test_fit_on_replicas_leaves_no_trace_of_a_skip(strategy: Any) -> None:
