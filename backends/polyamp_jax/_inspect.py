@@ -26,12 +26,15 @@ def all_finite(values: list[Array]) -> Array:
     """0-d bool: no infinity and no NaN anywhere. Never taken from a maximum: XLA's drops NaN.
 
     On a CPU, where XLA reduces a sum several times faster than `isfinite`: a finite sum has finite
-    terms; if it is not finite, which a large sum may also be, every entry is looked at.
+    terms; if it is not finite, which a large sum may also be, every entry is looked at. Behind a
+    barrier: of a gradient that is itself a sum (a bias's) XLA would make one sum in another order,
+    which may be finite where the gradient is infinite.
     """
     if not values:
         return jnp.array(True)
     if jax.default_backend() != "cpu" or not isinstance(values[0], jax.core.Tracer):
         return _all(jnp.isfinite(value).all() for value in values)
+    values = jax.lax.optimization_barrier(values)
     quick = _all(jnp.isfinite(jnp.sum(value)) for value in values)
     return jax.lax.cond(quick, lambda: quick, lambda: _all(map(_self_difference_is_finite, values)))
 

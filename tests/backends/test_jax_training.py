@@ -155,3 +155,15 @@ def test_rules_that_ask_see_the_largest_scaled_gradient():
     scale = amp.DynamicScale(rule=Watching(8.0))
     scale, *_ = jax.jit(lambda s: s.value_and_grad(lambda p: p * -3.0)(jnp.ones(())))(scale)
     assert int(scale.state.memory[0]) == polyamp.host.bits(24.0)
+
+
+def test_an_infinite_sum_is_found_though_its_terms_cancel_in_another_order():
+    terms = jnp.array([[3e38, -3e38], [3e38, -3e38]])
+    tx, params = amp.loss_scaled(optax.sgd(1.0), polyamp.Static(1.0)), jnp.zeros(2)
+
+    @jax.jit
+    def first_step(terms, params):
+        return amp.step(tx, terms.sum(axis=0), tx.init(params), params)
+
+    after, state = first_step(terms, params)
+    assert (after.tolist(), int(state.scaler.skipped)) == ([0.0, 0.0], 1)
