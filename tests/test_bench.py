@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp import BackendError, PolyampError, Signal, bench, cli
+from polyamp import BackendError, PolyampError, bench, cli
 from polyamp.bench import core, harness
 from polyamp.bench.report import Report, Row, text_table
 from polyamp.bench.shapes import resnet50_shapes
@@ -274,23 +274,10 @@ class TestCore:
         assert [(r.name, r.unit, r.limit) for r in rows] == [
             ("Dynamic, clean transition", "us", 10.0),
             ("Dynamic, overflow transition", "us", 10.0),
-            ("five memory values, clean transition", "us", 20.0),
-            ("five memory values, overflow transition", "us", 20.0),
+            ("Predictive, clean transition", "us", 20.0),
+            ("Predictive, overflow transition", "us", 20.0),
         ]
         assert all(row.value > 0.0 and row.peer > 0.0 for row in rows)
-
-    def test_the_stand_in_for_a_predictive_rule(self):
-        step = core.bind(core.FiveMemory())
-        state = core.FiveMemory().init()
-        assert state.loss_scale == 2.0**12
-        assert len(state.memory) == 5
-        for _ in range(100):  # amax of the true gradient is 2**-3: full is 2**15, minus the margin
-            state = step(state, Signal(True, amax=0.125 * state.loss_scale))
-        assert state.memory[0] == 16
-        assert state.loss_scale == 2.0**16
-        cut = step(state, Signal(False, amax=math.inf))
-        assert cut.loss_scale < state.loss_scale
-        assert (cut.skipped, cut.memory[3]) == (1, 1)
 
 
 class TestShapes:

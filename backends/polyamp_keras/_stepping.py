@@ -21,7 +21,7 @@ from polyamp_keras import _state
 from polyamp_keras._cast import unscale, unscale_own
 from polyamp_keras._distributed import cross_replica, first_local, reduce, replica_context
 from polyamp_keras._inspect import inspect, inspect_for, quickly_finite
-from polyamp_keras._ops import FRAMEWORK, cond, read, traced, xp
+from polyamp_keras._ops import FRAMEWORK, cond, traced, xp
 
 
 def step(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -40,9 +40,9 @@ def _on_host(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> 
     if not optimizer.rule.wants_amax and quickly_finite(grads, old.loss_scale):
         signal = Signal(True)
     else:
-        found = _measure(optimizer, grads, variables, old.loss_scale)
+        found = _measure(optimizer, grads, variables, old)
         amax = None if found.amax is None else float(found.amax)
-        signal = Signal(bool(found.finite), amax=amax)
+        signal = Signal(bool(found.finite), amax=amax, sub=float(found.sub))
     new = _on_numbers(optimizer.rule)(old, signal)
     if new.skipped_in_a_row == 0:
         _apply(optimizer, grads, variables, old.loss_scale)
@@ -57,7 +57,7 @@ def _on_numbers(rule: Rule) -> Transition:
 
 def _in_graph(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
     old = _state.tensors(optimizer._state)
-    new = _decide(optimizer, old, _measure(optimizer, grads, variables, old.loss_scale))
+    new = _decide(optimizer, old, _measure(optimizer, grads, variables, old))
 
     def go() -> None:
         _apply(optimizer, grads, variables, old.loss_scale)
@@ -72,8 +72,9 @@ def _in_graph(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) ->
 
 def _together(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], context: Any) -> None:
     """The step of one of several TensorFlow replicas."""
-    scale = read(optimizer._state.loss_scale)
-    signal = reduce(_measure(optimizer, grads, variables, scale), context)
+    old = _state.tensors(optimizer._state)
+    scale = old.loss_scale
+    signal = reduce(_measure(optimizer, grads, variables, old), context)
 
     def go(grads: Sequence[Any], scale: Any) -> None:
         _apply(optimizer, grads, variables, scale)
@@ -122,16 +123,30 @@ def _decide(optimizer: Any, old: ScalerState, signal: Signal) -> ScalerState:
     return bind(optimizer.rule, xp)(old, signal)
 
 
-def _measure(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> Signal:
+def _measure(
+    optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], old: ScalerState
+) -> Signal:
     """`inspect_for` of the scaled gradients, with the finiteness of the others."""
     others = [_overwrites(v) for v in variables]
     scaled = [g for g, other in zip(grads, others, strict=True) if not other]
     targets = [v for v, other in zip(variables, others, strict=True) if not other]
-    signal = inspect_for(targets, scaled, scale, amax=optimizer.rule.wants_amax)
+    signal = inspect_for(targets, scaled, old.loss_scale, amax=optimizer.rule.wants_amax)
+    signal = signal._replace(sub=_share_if_due(optimizer.rule, scaled, old.step))
     if not any(others):
         return signal
     rest = [g for g, other in zip(grads, others, strict=True) if other]
     return signal._replace(finite=signal.finite & inspect(rest, 1.0).finite)
+
+
+def _share_if_due(rule: Rule, grads: Sequence[Any], step: Any) -> Any:
+    """`Signal.sub` on the steps the rule wants it, else -1."""
+    if not rule.sub_interval:
+        return -1.0
+
+    def share() -> Any:
+        return inspect(grads, 1.0, sub=True).sub
+
+    return cond(step % rule.sub_interval == 0, share, lambda: xp.c(-1.0, "f32"))
 
 
 def _apply(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> None:

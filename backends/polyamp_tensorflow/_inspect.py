@@ -160,7 +160,7 @@ def measure(
         tops = [_as_f32(_amax(part.values)) for part in found]
         top = tf.reduce_max(tf.stack(tops)) if tops else tf.constant(0.0)
         signal = signal._replace(amax=top)
-    return signal._replace(sub=_share(found)) if sub else signal
+    return signal._replace(sub=share(found)) if sub else signal
 
 
 def _as_f32(amax: tf.Tensor) -> tf.Tensor:
@@ -169,11 +169,12 @@ def _as_f32(amax: tf.Tensor) -> tf.Tensor:
     return tf.cast(narrow, tf.float32)
 
 
-def _share(found: Sequence[Part]) -> tf.Tensor:
+def share(found: Sequence[Part]) -> tf.Tensor:
+    """Of the nonzero entries, the share below 2**-14 in magnitude: 0-d f32, -1 of none."""
     small, nonzero = tf.constant(0, tf.int64), tf.constant(0, tf.int64)
     for values, _ in found:
         size = tf.abs(values)
         small += tf.math.count_nonzero((size > 0) & (size < _SMALLEST_NORMAL_F16))
         nonzero += tf.math.count_nonzero(size)
-    share = tf.cast(small, tf.float32) / tf.cast(tf.maximum(nonzero, 1), tf.float32)
-    return tf.where(nonzero > 0, share, -1.0)
+    part = tf.cast(small, tf.float32) / tf.cast(tf.maximum(nonzero, 1), tf.float32)
+    return tf.where(nonzero > 0, part, -1.0)

@@ -23,7 +23,7 @@ from polyamp._state import (
 )
 from polyamp_tensorflow._cast import divide, unscale, wide
 from polyamp_tensorflow._distributed import apply_where, reduce
-from polyamp_tensorflow._inspect import measure, parts
+from polyamp_tensorflow._inspect import Part, measure, parts, share
 from polyamp_tensorflow._ops import xp
 
 _COUNTS = ScalerState._fields[1:-1]
@@ -189,7 +189,8 @@ class LossScaler(tf.Module):  # type: ignore[misc]
         replicas = 1 if replica is None else replica.num_replicas_in_sync
         scale = self._loss_scale.read_value()
         found = parts(grads, [v.dtype for v in variables], replicas)
-        signal = reduce(measure(found, scale, loss, amax=self._rule.wants_amax), replica)
+        signal = measure(found, scale, loss, amax=self._rule.wants_amax)
+        signal = reduce(signal._replace(sub=self._share_if_due(found)), replica)
         old, new = self._next(scale, signal)
         made = decision(old, new)
         apply_where(made.applied, update, grads, scale)
@@ -197,6 +198,14 @@ class LossScaler(tf.Module):  # type: ignore[misc]
         if tf.executing_eagerly():
             self._report(new, stacklevel=3)
         return made
+
+    def _share_if_due(self, found: Sequence[Part]) -> Any:
+        """`Signal.sub` on the steps the rule wants it, else -1."""
+        interval = self._rule.sub_interval
+        if not interval:
+            return -1.0
+        step = self._counts.read_value()[_COUNTS.index("step")]
+        return tf.cond(step % interval == 0, lambda: share(found), lambda: tf.constant(-1.0))
 
     def _replica(self) -> Any:
         """The replica context, None where there is one replica.

@@ -6,20 +6,16 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import polyamp
-from polyamp._scaling import Change, Rule, Transition, bind, head, transition
-from polyamp._state import Reason, ScalerState, Signal
-from polyamp._xp import Namespace, host
+from polyamp._scaling import Rule, Transition, bind, transition
+from polyamp._state import ScalerState, Signal
 from polyamp.bench.harness import Case, Tell, cpu_name, in_fresh_python, interleaved
 from polyamp.bench.report import Report, Row
 
 IMPORT_LIMIT_MS = 60.0
 DYNAMIC_LIMIT_US = 10.0
-FIVE_LIMIT_US = 20.0
+PREDICTIVE_LIMIT_US = 20.0
 
 FOREIGN = (
     "torch", "jax", "jaxlib", "tensorflow", "keras", "flax", "optax", "numpy", "ml_dtypes",
@@ -82,10 +78,10 @@ def import_rows(rounds: int) -> list[Row]:
 
 
 def transition_rows(rounds: int) -> list[Row]:
-    """Median duration of one transition: `Dynamic` and five memory values, clean and overflow."""
+    """Median duration of one transition: `Dynamic` and `Predictive`, clean and overflow."""
     rules: dict[str, tuple[Rule, float]] = {
         "Dynamic": (polyamp.Dynamic(), DYNAMIC_LIMIT_US),
-        "five memory values": (FiveMemory(), FIVE_LIMIT_US),
+        "Predictive": (polyamp.Predictive(), PREDICTIVE_LIMIT_US),
     }
     cases: dict[str, Case] = {}
     for name, (rule, _) in rules.items():
@@ -120,54 +116,3 @@ def _unbound(rule: Rule) -> Transition:
         return transition(rule, state, signal)
 
     return step
-
-
-@dataclass(frozen=True)
-class FiveMemory(Rule):
-    """A stand-in as large as a predictive rule: five int32 values of memory, integers throughout.
-
-        on overflow:  miss = min(miss + 1, 4), margin = min(margin + 2 bits, 12 bits)
-        else:         level follows log2 of the gradients' amax (fast up, slow down),
-                      margin shrinks a little, miss = 0, seen = 1
-        exponent = clamp(15 bits - margin - level, -24 .. 100), scale = 2**exponent
-
-    Levels are in 2**-16 bits. It is there to be timed, not to train with.
-    """
-
-    init_scale: float = 2.0**12
-    min_scale: float = 2.0**-24
-    max_scale: float = 2.0**100
-    max_skips_in_a_row: int | None = None
-
-    def init(self, xp: Namespace = host) -> ScalerState:
-        """The state before the first step, in the framework of `xp`."""
-        return head(self, xp, clean=0, left=1, memory=(12, 0, 2 << 16, 0, 0))
-
-    def bind_change(self, xp: Namespace) -> Callable[[ScalerState, Any, Signal], Change]:
-        """The rule's function with its constants prepared."""
-        where, c, low_of, high_of = xp.where, xp.c, xp.minimum, xp.maximum
-        zero, one, three, four = (c(n, "i32") for n in (0, 1, 3, 4))
-        bits7, bits16, bits23, bias = (c(n, "i32") for n in (7, 16, 23, 127))
-        charge, widest, shrink = (c(n, "i32") for n in (2 << 16, 12 << 16, 164))
-        room, lowest, highest = c(15 << 16, "i32"), c(-24, "i32"), c(100, "i32")
-        ok, overflow = c(Reason.CLEAN, "i32"), c(Reason.OVERFLOW, "i32")
-
-        def change(state: ScalerState, good: Any, signal: Signal) -> Change:
-            exponent, level, margin, miss, seen = state.memory
-            shift = xp.left_shift(exponent, bits16)
-            measured = xp.right_shift(xp.bits(signal.amax), bits7) - xp.left_shift(bias, bits16)
-            guessed = room - shift + xp.left_shift(one, miss + bits16)
-            latest = where(good, measured - shift, guessed)
-            slow = level - xp.right_shift(level - latest, three)
-            level = where(latest > level, latest, slow)
-            charged, relaxed = low_of(margin + charge, widest), high_of(margin - shrink, zero)
-            margin = where(good, relaxed, charged)
-            miss = where(good, zero, low_of(miss + one, four))
-            wanted = xp.right_shift(room - margin - level, bits16)
-            exponent = low_of(high_of(wanted, lowest), highest)
-            scale = xp.from_bits(xp.left_shift(exponent + bias, bits23))
-            memory = (exponent, level, margin, miss, where(good, one, seen))
-            clean = where(good, state.clean + one, zero)
-            return Change(scale, clean, state.left, where(good, ok, overflow), zero, memory)
-
-        return change

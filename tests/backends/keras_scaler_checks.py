@@ -157,6 +157,18 @@ def test_a_variable_that_takes_its_gradient_as_value_is_not_unscaled() -> None:
     assert (kc.value(weight), kc.value(amax)) == (0.0, 7.0)
 
 
+@pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
+def test_a_rule_that_wants_the_range_gets_it() -> None:
+    rule = polyamp.Predictive(sub_interval=2)
+    opt, var, want = kc.optimizer(rule=rule), keras.Variable([0.0] * 3), rule.init()
+    for number, top in enumerate((3.0, -700.0, kc.INF, 0.25, 1e-3)):
+        opt.apply([ops.convert_to_tensor([0.0, top, -1e-5])], [var])
+        share = 0.5 if number % 2 == 0 else -1.0
+        signal = polyamp.Signal(top < kc.INF, True, polyamp.host.c(abs(top), "f32"), share)
+        want = polyamp.transition(rule, want, signal)
+        assert opt.state == want
+
+
 def test_learning_rate_and_iterations_are_the_inner_optimizers() -> None:
     opt = kc.optimizer(keras.optimizers.Adam(0.5))
     opt.learning_rate = 0.25

@@ -27,7 +27,6 @@ from tensorflow_cases import quiet as quiet
 import polyamp
 import polyamp.tensorflow as amp
 import polyamp_tensorflow
-from polyamp.bench.core import FiveMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
 
@@ -121,15 +120,13 @@ class TestTraces:
             assert counts[number] == [*state[1:-1], *state.memory], number
 
     def test_a_rule_that_wants_amax_gets_it(self, mode):
-        class Wanting(FiveMemory):
-            wants_amax = True
-
-        rule = Wanting()
+        rule = polyamp.Predictive(sub_interval=2)
         weights, scaler = tf.Variable(tf.zeros(3)), amp.LossScaler(rule)
         step, want = mode(given_step(scaler, [weights])), rule.init()
-        for top in (3.0, -700.0, INF, 0.25, 1e-3):
-            step(vector(0.0, top, -1e-4))
-            signal = polyamp.Signal(top < INF, amax=float(np.float32(abs(top))))
+        for number, top in enumerate((3.0, -700.0, INF, 0.25, 1e-3)):
+            step(vector(0.0, top, -1e-5))
+            share = 0.5 if number % 2 == 0 else -1.0
+            signal = polyamp.Signal(top < INF, True, float(np.float32(abs(top))), share)
             want = polyamp.transition(rule, want, signal)
             assert scaler.state == want
 
