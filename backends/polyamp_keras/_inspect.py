@@ -116,7 +116,7 @@ def _row_sums(value: Any) -> Any:
     """
     import jax
 
-    value = jax.lax.optimization_barrier(value)
+    value = jax.lax.optimization_barrier(value)  # type: ignore[no-untyped-call]
     if value.ndim == 0 or jax.default_backend() != "cpu":
         return value
     return value @ ops.ones(value.shape[-1], value.dtype)
