@@ -127,13 +127,7 @@ def _all_finite(values: Sequence[Any], scale: Any) -> Any:
 
 
 def _sum(value: Any) -> Any:
-    if FRAMEWORK == "jax":
-        value = _row_sums(value)
-    return ops.cast(ops.sum(value), "float32")
-
-
-def _row_sums(value: Any) -> Any:
-    """Sums over a JAX array's last axis on a CPU, where XLA's product with ones is the quicker sum.
+    """The sum of a JAX array; on a CPU, where that is quicker, rows first as a product with ones.
 
     Behind a barrier: XLA makes one sum of a sum of sums, and so would sum anew what a bias gradient
     is the sum of. That may be finite where the gradient is infinite.
@@ -141,9 +135,9 @@ def _row_sums(value: Any) -> Any:
     import jax
 
     value = jax.lax.optimization_barrier(value)  # type: ignore[no-untyped-call]
-    if value.ndim == 0 or jax.default_backend() != "cpu":
-        return value
-    return value @ ops.ones(value.shape[-1], value.dtype)
+    if value.ndim and jax.default_backend() == "cpu":
+        value = value @ ops.ones(value.shape[-1], value.dtype)
+    return ops.cast(ops.sum(value), "float32")
 
 
 def _finite(value: Any, scale: Any) -> Any:

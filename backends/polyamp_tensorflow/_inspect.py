@@ -87,11 +87,23 @@ def sound(found: Sequence[Part], scale: tf.Tensor) -> tf.Tensor:
 
     verdicts = [_closely(part, scale) for part in hard]
     if easy:
-        total = tf.add_n([tf.cast(tf.reduce_sum(part.values), tf.float32) for part in easy])
+        total = tf.add_n([tf.cast(_total(part.values), tf.float32) for part in easy])
         enough = 1.0 if all(part.reach == 1.0 for part in easy) else _EASY
         quick = tf.math.is_finite(total) & (scale >= enough)
         verdicts.append(tf.cond(quick, _yes, closely))
     return _all(verdicts)
+
+
+def _total(values: tf.Tensor) -> tf.Tensor:
+    """The sum, or that of magnitudes, in a form that XLA does not merge with an earlier sum.
+
+    A gradient that is itself a sum (a bias's) it would sum anew in another order, which may be
+    finite where the gradient is infinite.
+    """
+    if values.shape.rank is None or values.shape.rank < 2:
+        return tf.reduce_sum(tf.abs(values))
+    rows = tf.reshape(values, tf.stack([-1, tf.shape(values)[-1]]))
+    return tf.reduce_sum(tf.linalg.matvec(rows, tf.ones(tf.shape(rows)[-1:], rows.dtype)))
 
 
 def _yes() -> tf.Tensor:

@@ -161,6 +161,7 @@ def test_a_variable_that_takes_its_gradient_as_value_is_not_unscaled() -> None:
 def test_a_rule_that_wants_the_range_gets_it() -> None:
     rule = polyamp.Predictive(sub_interval=2)
     opt, var, want = kc.optimizer(rule=rule), keras.Variable([0.0] * 3), rule.init()
+    opt.scale_loss(ops.convert_to_tensor(1.0))
     for number, top in enumerate((3.0, -700.0, kc.INF, 0.25, 1e-3)):
         opt.apply([ops.convert_to_tensor([0.0, top, -1e-5])], [var])
         share = 0.5 if number % 2 == 0 else -1.0

@@ -37,6 +37,17 @@ class TestGradients:
         mode(step)(vector(2.0**15))
         assert (numbers(first), numbers(second)) == ([1.0], [1.0])
 
+    @pytest.mark.parametrize("shape", [(2,), (1, 2)])
+    def test_an_infinite_sum_whose_terms_cancel_in_another_order(self, mode, shape):
+        weights, scaler = tf.Variable(tf.zeros(shape)), amp.LossScaler("keras")
+
+        def step(terms):
+            grad = tf.reshape(tf.reduce_sum(terms, 0), shape)
+            return scaler.apply(Descent(), [(grad, weights)])
+
+        assert not applied(mode(step)(vector([3e38, -3e38], [3e38, -3e38])))
+        assert not np.any(numbers(weights))
+
     def test_none_at_all(self, mode):
         weights, scaler = tf.Variable([1.0]), amp.LossScaler("keras")
         for pairs in ([(None, weights)], []):
