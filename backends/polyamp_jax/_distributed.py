@@ -20,22 +20,35 @@ def reduce(signal: Signal, group: Any = None) -> Signal:
             (under jit with shardings the arrays are whole already).
 
     Returns:
-        The agreed signal. `sub` is the largest over the axis.
+        The agreed signal. `sub` is the largest over the axis. Python values stay as they are.
     """
     if group is None:
         return signal
     return Signal(
         finite=_everywhere(signal.finite, group),
-        loss_finite=(
-            True if signal.loss_finite is True else _everywhere(signal.loss_finite, group)
-        ),
-        amax=None if signal.amax is None else jax.lax.pmax(signal.amax, group),
-        sub=jax.lax.pmax(jnp.asarray(signal.sub, jnp.float32), group),
+        loss_finite=_everywhere(signal.loss_finite, group),
+        amax=_largest(signal.amax, group),
+        sub=_largest(signal.sub, group),
     )
 
 
 def _everywhere(flag: Any, group: Any) -> Any:
-    return jax.lax.pmin(jnp.asarray(flag).astype(jnp.int32), group) > 0
+    return jax.lax.pmin(flag.astype(jnp.int32), group) > 0 if _measured(flag) else flag
+
+
+def _largest(value: Any, group: Any) -> Any:
+    return jax.lax.pmax(value, group) if _measured(value) else value
+
+
+def _measured(value: Any) -> bool:
+    """Whether devices may differ in it: numbers of Python are the same on all."""
+    return isinstance(value, jax.Array)
+
+
+def axes(*names: Any) -> tuple[Any, ...]:
+    """The axes that one or several arguments name: None, a name, or a tuple or list of names."""
+    given = [n if isinstance(n, (tuple, list)) else () if n is None else (n,) for n in names]
+    return tuple(dict.fromkeys(name for group in given for name in group))
 
 
 def pmean(grads: Any, axis_name: Any) -> Any:

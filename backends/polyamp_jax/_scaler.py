@@ -26,7 +26,7 @@ from polyamp._presets import resolve_rule
 from polyamp._scaling import MAX_SCALE, Rule, Static, bind
 from polyamp._state import ScalerState, Signal, decision
 from polyamp_jax._cast import divide, is_floating, unscale
-from polyamp_jax._distributed import pmean, reduce
+from polyamp_jax._distributed import axes, pmean, reduce, vary, varying
 from polyamp_jax._inspect import all_finite, arrays, largest
 from polyamp_jax._ops import select, xp
 from polyamp_jax._state import typed
@@ -73,6 +73,7 @@ def loss_scaled(
     rule: Rule | str | None = None,
     *,
     axis_name: Any = None,
+    agree_axis_name: Any = None,
     skip: Skip = "cond",
 ) -> LossScaled:
     """Wrap an optax transformation so that it takes scaled gradients and skips what overflows.
@@ -95,8 +96,11 @@ def loss_scaled(
     Args:
         inner: any optax transformation or chain.
         rule: a `polyamp.Rule` or the name of a system ("torch", "flax", ...); None: `Dynamic()`.
-        axis_name: axis of shard_map or pmap over which gradients are averaged, in float32, and the
-            decision is common. Under jit with shardings leave it out.
+        axis_name: name, or names, of the axes of shard_map or pmap over which gradients are
+            averaged, in float32, and the decision is common: parameters are replicated over them.
+            Under jit with shardings leave it out.
+        agree_axis_name: the same for axes over which only the decision is common and no gradient is
+            averaged: parameters are split over them (FSDP, tensor parallelism).
         skip: "cond" runs the inner update only where it counts; "select" always runs it and
             chooses, for vmap over the whole step.
 
@@ -107,21 +111,24 @@ def loss_scaled(
     if skip not in ("cond", "select"):
         raise RuleError(f'skip must be "cond" or "select", got {skip!r}')
     chosen, inner_tx = resolve_rule(rule), _optax(inner)
-    wide = _may_exceed(chosen)
+    wide, averaged, agreed = _may_exceed(chosen), axes(axis_name), axes(agree_axis_name)
 
     def judge(grads: Any, state: LossScaledState, loss: Any) -> Judged:
         old = typed(state.scaler)
         grads = jax.tree.map(lambda g: jnp.asarray(g) if isinstance(g, float) else g, grads)
         unscaled = divide(grads, old.loss_scale) if wide else unscale(grads, 1.0 / old.loss_scale)
-        if axis_name is not None:
-            unscaled = pmean(unscaled, axis_name)
+        if averaged:
+            unscaled = pmean(unscaled, averaged)
         values = arrays(unscaled)
         signal = Signal(all_finite(values))
-        if loss is not None:
-            signal = signal._replace(loss_finite=jnp.isfinite(loss).all())
         if chosen.wants_amax:
             signal = signal._replace(amax=largest(values) * old.loss_scale)
-        new = bind(chosen, xp)(old, reduce(signal, axis_name))
+        signal = reduce(signal, agreed or None)
+        if loss is not None:
+            of_loss = Signal(True, jnp.isfinite(loss).all())
+            of_loss = reduce(of_loss, axes(averaged, agreed) or None)
+            signal = signal._replace(loss_finite=of_loss.loss_finite)
+        new = bind(chosen, xp)(old, signal)
         return Judged(unscaled, new, decision(old, new).applied)
 
     def init(params: Any) -> LossScaledState:
@@ -137,7 +144,7 @@ def loss_scaled(
 
         def reject() -> tuple[Any, Any]:
             shapes, _ = jax.eval_shape(apply)
-            return jax.tree.map(jnp.zeros_like, shapes), state.inner_state
+            return jax.tree.map(_zeros, shapes), state.inner_state
 
         new, inner_state = _chosen(skip, judged.applied, apply, reject)
         return new, LossScaledState(judged.scaler, inner_state)
@@ -178,6 +185,10 @@ def inner_update(
 
 def _in_dtype_of(new: Any, old: Any) -> Any:
     return new.astype(old.dtype) if is_floating(new) and is_floating(old) else new
+
+
+def _zeros(shape: Any) -> Any:
+    return vary(jnp.zeros_like(shape), varying(shape))
 
 
 def _chosen(skip: Skip, applied: Any, apply: Callable[[], Any], reject: Callable[[], Any]) -> Any:
