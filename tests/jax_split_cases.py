@@ -85,11 +85,11 @@ def tensor_parallel(x, agree, **options):
     """Columns of a weight on each device, the whole batch on all: no gradient travels."""
     tx = scaled(agree_axis_name="d" if agree else None)
 
+    def loss_fn(part, x):
+        return (x * part.astype(x.dtype)).astype(jnp.float32).sum()
+
     def train(part, state, x):
-        loss, grads = amp.value_and_grad(
-            lambda w: (x * w.astype(x.dtype)).astype(jnp.float32).sum()
-        )(state, part)
-        del loss
+        _, grads = amp.value_and_grad(loss_fn)(state, part, x)
         part, new = amp.step(tx, grads, state, part)
         applied = amp.decision(state, new).applied
         return part, new, jnp.broadcast_to(applied, (1,))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import flax.nnx as nnx
@@ -57,7 +58,7 @@ def apply(model: Module, rules: PolicyMap) -> Module:
         return {
             "norm": wide_norms and isinstance(module, _NORMS),
             "own": _own_dtype(module),
-            "holds": not _is_layer(module) and any(True for _ in _own_params(module)),
+            "holds": not _casts(module) and any(True for _ in _own_params(module)),
         }
 
     paths = dict(_walk(model))
@@ -182,9 +183,19 @@ def _is_param(value: Any) -> bool:
 
 
 def _is_layer(module: Module) -> bool:
-    """Whether the module is a layer of flax's own, which casts what it uses to its `dtype`."""
-    ours = any(kind.__module__.startswith("flax.nnx.nn") for kind in type(module).__mro__)
-    return ours and hasattr(module, "dtype")
+    """Whether the module is a layer of flax's own, or of a subclass, and has a `dtype`."""
+    return hasattr(module, "dtype") and any(map(_is_flax, type(module).__mro__))
+
+
+def _casts(module: Module) -> bool:
+    """Whether the module is called by flax's own code, which casts parameters to its `dtype`."""
+    kind = getattr(type(module), _BASE, type(module))
+    return _is_layer(module) and _is_flax(kind.__call__)
+
+
+def _is_flax(of: Any) -> bool:
+    """Whether a class or a method is one of flax's layers."""
+    return of.__module__.startswith("flax.nnx.nn.")
 
 
 def _own_dtype(module: Any) -> str | None:
@@ -235,9 +246,9 @@ def _subclass(kind: Any) -> Any:
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         applied = vars(self)[APPLIED]
         forward = functools.partial(kind.__call__, self)
-        if applied.norm or _is_layer(self):
+        if applied.norm or _casts(self):
             return applied.run(forward, args, kwargs)
-        with _narrowed(self, applied.compute):
+        with _narrowed(self, kind, applied.compute):
             return applied.run(forward, args, kwargs)
 
     def __reduce__(self: Any) -> Any:  # noqa: N807
@@ -259,22 +270,48 @@ def _blank(kind: Any) -> Module:
 
 
 @contextmanager
-def _narrowed(module: Module, dtype: str) -> Iterator[None]:
-    """While open, the module's own parameters are copies in `dtype`."""
+def _narrowed(module: Module, kind: type, dtype: str) -> Iterator[None]:
+    """While open, the module's own parameters are copies in `dtype`, which refuse to be written."""
+    refuse = _Refusal(kind, dtype)
     before = {
         name: value
         for name, value in vars(module).items()
-        if name != APPLIED and any(_is_param(leaf) for leaf in _leaves(value))
+        if name != APPLIED and any(_is_other(leaf, dtype) for leaf in _leaves(value))
     }
     for name, value in before.items():
-        copies = jax.tree.map(lambda leaf: _copy(leaf, dtype), value, is_leaf=_is_leaf)
+        copies = jax.tree.map(lambda leaf: _copy(leaf, dtype, refuse), value, is_leaf=_is_leaf)
         object.__setattr__(module, name, copies)
+    inside = {name: vars(module)[name] for name in before}
     try:
         yield
+        for name, value in inside.items():
+            if vars(module).get(name) is not value:
+                refuse(name, None)
     finally:
         for name, value in before.items():
             object.__setattr__(module, name, value)
 
 
-def _copy(leaf: Any, dtype: str) -> Any:
-    return leaf.replace(cast(leaf.get_raw_value(), dtype)) if _is_param(leaf) else leaf
+def _is_other(leaf: Any, dtype: str) -> bool:
+    return _is_param(leaf) and leaf.dtype.name != dtype
+
+
+def _copy(leaf: Any, dtype: str, refuse: _Refusal) -> Any:
+    if not _is_other(leaf, dtype):
+        return leaf
+    return leaf.replace(cast(leaf.get_raw_value(), dtype), on_set_value=(refuse,))
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """What a parameter's copy does when it is written: the parameter itself would not change."""
+
+    kind: type
+    dtype: str
+
+    def __call__(self, param: Any, value: Any) -> Any:
+        raise PolicyError(
+            f"{self.kind.__name__}.__call__ writes a parameter of its own, of which it has a copy"
+            f" in {self.dtype}: the write would be lost. Keep what a call changes in another"
+            " variable, such as nnx.BatchStat, or give the module a float32 policy"
+        )

@@ -26,7 +26,7 @@ from polyamp._presets import resolve_rule
 from polyamp._scaling import MAX_SCALE, Rule, Static, bind
 from polyamp._state import ScalerState, Signal, decision
 from polyamp_jax._cast import divide, is_floating, unscale
-from polyamp_jax._distributed import axes, pmean, reduce, vary, varying
+from polyamp_jax._distributed import axes, pmean, reduce
 from polyamp_jax._inspect import all_finite, arrays, largest
 from polyamp_jax._ops import select, xp
 from polyamp_jax._state import typed
@@ -144,7 +144,7 @@ def loss_scaled(
 
         def reject() -> tuple[Any, Any]:
             shapes, _ = jax.eval_shape(apply)
-            return jax.tree.map(_zeros, shapes), state.inner_state
+            return jax.tree.map(jnp.zeros_like, shapes), state.inner_state
 
         new, inner_state = _chosen(skip, judged.applied, apply, reject)
         return new, LossScaledState(judged.scaler, inner_state)
@@ -185,10 +185,6 @@ def inner_update(
 
 def _in_dtype_of(new: Any, old: Any) -> Any:
     return new.astype(old.dtype) if is_floating(new) and is_floating(old) else new
-
-
-def _zeros(shape: Any) -> Any:
-    return vary(jnp.zeros_like(shape), varying(shape))
 
 
 def _chosen(skip: Skip, applied: Any, apply: Callable[[], Any], reject: Callable[[], Any]) -> Any:
