@@ -29,7 +29,7 @@ from polyamp_jax._families import WideSoftmax, norm_types
 from polyamp_jax._plan import (
     LOW,
     Applied,
-    Row,
+    Found,
     in_float32,
     items,
     plan,
@@ -90,10 +90,10 @@ def remove(model: Module) -> Module:
     return clone
 
 
-def rows(model: Module) -> list[Row]:
+def found(model: Module) -> list[Found]:
     """What `policy_tree` shows, the enclosing modules first."""
     return [
-        Row(
+        Found(
             path,
             type(value).__name__,
             [(p.size, p.dtype.name) for p in _own_params(value)] if _called(value) else [],

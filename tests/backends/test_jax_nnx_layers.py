@@ -45,7 +45,7 @@ class TestWritten:
     def test_a_write_that_would_be_lost_is_refused(self, how, jit):
         model = apply_policy(Writes(how), "fp16")
         run = nnx.jit(lambda m, x: m(x)) if jit else lambda m, x: m(x)
-        with pytest.raises(polyamp.PolicyError, match="Writes.__call__ writes a parameter"):
+        with pytest.raises(polyamp.PolicyError, match=r"Writes\.__call__ writes a parameter"):
             run(model, X)
         assert model.w[...].tolist() == [1.0] * 4
         assert model.w.dtype == F32
