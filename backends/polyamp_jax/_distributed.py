@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from polyamp._state import Signal
 from polyamp_jax._cast import has_derivative, wide
+from polyamp_jax._compat import varying
 
 
 def reduce(signal: Signal, group: Any = None) -> Signal:
@@ -61,13 +62,6 @@ def pmean(grads: Any, axis_name: Any) -> Any:
     return jax.tree.map(
         lambda grad: jax.lax.pmean(wide(grad), axis_name) if has_derivative(grad) else grad, grads
     )
-
-
-def varying(leaf: Any) -> frozenset[Any]:
-    """Names of the axes along which `shard_map` knows an array to differ; empty elsewhere."""
-    kind = jax.typeof(leaf)
-    known = getattr(kind, "manual_axis_type", None)  # before jax 0.10 the type itself has `vma`
-    return getattr(kind, "vma", frozenset()) if known is None else known.varying
 
 
 def vary(tree: Any, axes: frozenset[Any]) -> Any:

@@ -26,12 +26,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import freeze
 
 from polyamp._errors import PolicyError
 from polyamp._policy import Policy
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast
+from polyamp_jax._compat import is_layer_code, mark_scope, params_through
 from polyamp_jax._families import norm_types
 from polyamp_jax._plan import LOW, Applied, Found, decide, in_float32, subclass, warn_of_own
 
@@ -39,7 +39,6 @@ Module = nn.Module
 
 _RULES = "_polyamp_rules"
 _RECORD = "_polyamp_record"
-_PATCHED = "_polyamp_dtype"
 _NORMS = norm_types(nn)
 _CASTING = (
     *(nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Embed),
@@ -73,7 +72,8 @@ class Run:
         applied = decide(self.rules, path, region, norm=norm, own=own, holds=holds)
         self._tell_jit(module, path)
         if not (applied.norm or _casts(module)):
-            _hand_out(module.scope, applied.compute)
+            narrow = functools.partial(cast, dtype=applied.compute)
+            params_through(module.scope, applied.compute, narrow)
             if not applied.inputs:
                 self.passing.add(path)
         inside = bool(self.stack) and self.stack[-1][0] == path
@@ -101,9 +101,8 @@ class Run:
 
     def _tell_jit(self, module: Module, path: str) -> None:
         """Mark the scope, so that flax.linen.jit does not reuse what it traced elsewhere."""
-        scope: Any = module.scope
         region = str(self.stack[-1][1]) if self.stack else ""
-        scope.flags = freeze({**scope.flags, "polyamp": (str(self.rules), path, region)})
+        mark_scope(module.scope, (str(self.rules), path, region))
 
     @contextmanager
     def _entered(self, path: str, policy: Policy) -> Iterator[None]:
@@ -150,25 +149,8 @@ def _own_dtype(module: Module) -> str | None:
 
 def _casts(module: Module) -> bool:
     """Whether the module is called by flax's own code, which casts parameters to its `dtype`."""
-    ours = type(module).__call__.__module__.startswith("flax.linen.")
+    ours = is_layer_code(type(module).__call__, "linen")
     return ours and isinstance(module, (*_CASTING, *_NORMS))
-
-
-def _hand_out(scope: Any, dtype: str) -> None:
-    """Make a scope hand out parameters in `dtype`; what it stores stays as it is."""
-    if getattr(scope.param, _PATCHED, None) != dtype:
-        scope.param = _Param(type(scope).param, scope, dtype)
-
-
-class _Param:
-    """`Scope.param` of one scope, cast."""
-
-    def __init__(self, param: Callable[..., Any], scope: Any, dtype: str) -> None:
-        self.param, self.scope = param, scope
-        setattr(self, _PATCHED, dtype)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return cast(self.param(self.scope, *args, **kwargs), getattr(self, _PATCHED))
 
 
 def apply(module: Module, rules: PolicyMap) -> Module:

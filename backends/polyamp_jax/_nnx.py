@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from polyamp._errors import PolicyError
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast, is_floating
+from polyamp_jax._compat import class_options, is_internal, is_layer_code
 from polyamp_jax._families import WideSoftmax, norm_types
 from polyamp_jax._plan import (
     LOW,
@@ -113,7 +114,7 @@ def _called(value: Any) -> bool:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Module):
-        return [(n, v) for n, v in vars(value).items() if not n.startswith("_pytree__")]
+        return [(n, v) for n, v in vars(value).items() if not is_internal(n)]
     return items(value)
 
 
@@ -195,7 +196,7 @@ def _casts(module: Module) -> bool:
 
 def _is_flax(of: Any) -> bool:
     """Whether a class or a method is one of flax's layers."""
-    return of.__module__.startswith("flax.nnx.nn.")
+    return is_layer_code(of, "nnx.nn")
 
 
 def _own_dtype(module: Any) -> str | None:
@@ -259,8 +260,7 @@ def _subclass(kind: Any) -> Any:
         "__reduce__": __reduce__,
         _BASE: kind,
     }
-    known = hasattr(kind, "_pytree__is_pytree")
-    return subclass(kind, namespace, **({"pytree": kind._pytree__is_pytree} if known else {}))
+    return subclass(kind, namespace, **class_options(kind))
 
 
 def _blank(kind: Any) -> Module:
