@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from polyamp._errors import BackendError, RuleError, StateError
@@ -107,6 +108,7 @@ def loss_scaled(
     Raises:
         RuleError: an unknown rule or `skip`.
         TypeError: `inner` is no transformation.
+        StateError (`update`): a state that is not of this transformation.
     """
     if skip not in ("cond", "select"):
         raise RuleError(f'skip must be "cond" or "select", got {skip!r}')
@@ -114,8 +116,13 @@ def loss_scaled(
     wide, averaged, agreed = _may_exceed(chosen), axes(axis_name), axes(agree_axis_name)
 
     def judge(grads: Any, state: LossScaledState, loss: Any) -> Judged:
+        if not isinstance(state, LossScaledState):
+            raise StateError(
+                "update(grads, opt_state, params) and amp.step(tx, grads, opt_state, params) need"
+                f" the state of tx.init after the gradients, got {type(state).__name__}"
+            )
         old = typed(state.scaler)
-        grads = jax.tree.map(lambda g: jnp.asarray(g) if isinstance(g, float) else g, grads)
+        grads = jax.tree.map(_array, grads)
         unscaled = divide(grads, old.loss_scale) if wide else unscale(grads, 1.0 / old.loss_scale)
         if averaged:
             unscaled = pmean(unscaled, averaged)
@@ -165,6 +172,14 @@ def _optax(inner: Any) -> optax.GradientTransformationExtraArgs:
             f" optax.MultiSteps, got {inner!r}"
         )
     return optax.with_extra_args_support(inner)
+
+
+def _array(grad: Any) -> Any:
+    """A gradient of Python or numpy as an array of JAX, in JAX's dtypes."""
+    host = isinstance(grad, (float, complex, np.ndarray, np.generic))
+    return (
+        jnp.asarray(grad) if host and jnp.issubdtype(jnp.result_type(grad), jnp.inexact) else grad
+    )
 
 
 def _may_exceed(rule: Rule) -> bool:
@@ -232,11 +247,6 @@ def step(
         raise BackendError(
             f"amp.step needs what amp.loss_scaled returns, got {type(tx).__name__}; loss_scaled"
             " must be the outermost transformation"
-        )
-    if not isinstance(opt_state, LossScaledState):
-        raise StateError(
-            "amp.step(tx, grads, opt_state, params) needs the state of tx.init third, got"
-            f" {type(opt_state).__name__}"
         )
     old, new = (None, None) if extra is None else extra
     judged = tx.judge(grads, opt_state, loss)
