@@ -176,10 +176,9 @@ def _optax(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 def _array(grad: Any) -> Any:
     """A gradient of Python or numpy as an array of JAX, in JAX's dtypes."""
-    host = isinstance(grad, (float, complex, np.ndarray, np.generic))
-    return (
-        jnp.asarray(grad) if host and jnp.issubdtype(jnp.result_type(grad), jnp.inexact) else grad
-    )
+    if not isinstance(grad, (float, complex, np.ndarray, np.generic)):
+        return grad
+    return jnp.asarray(grad) if jnp.issubdtype(jnp.result_type(grad), jnp.inexact) else grad
 
 
 def _may_exceed(rule: Rule) -> bool:
