@@ -3,7 +3,7 @@
     python examples/jax_train.py [STEPS]
 
 A two-layer classifier on scikit-learn's digits, with batch normalisation. Each way skips what
-overflows, statistics included.
+overflows, statistics and step counts included.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ def train_linen(steps: int, x: Array, labels: Array) -> list[float]:
 
         grad_of = amp.value_and_grad(loss_of, has_aux=True)
         (loss, new), grads = grad_of(state.opt_state, state.params)
-        params, opt_state, stats = amp.step(
-            state.tx, grads, state.opt_state, state.params, loss=loss, extra=(stats, new)
+        extra = (state.step, stats), (state.step + 1, new)
+        params, opt_state, (count, stats) = amp.step(
+            state.tx, grads, state.opt_state, state.params, loss=loss, extra=extra
         )
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), stats, loss
+        return state.replace(step=count, params=params, opt_state=opt_state), stats, loss
 
     stats, losses = variables["batch_stats"], []
     for batch in batches(steps, x, labels):
@@ -105,7 +106,9 @@ def train_nnx_optimizer(steps: int, x: Array, labels: Array) -> list[float]:
         nnx.update(model, kept)
         return loss
 
-    return [float(step(model, optim, *batch)) for batch in batches(steps, x, labels)]
+    losses = [float(step(model, optim, *batch)) for batch in batches(steps, x, labels)]
+    amp.check(optim.opt_state)
+    return losses
 
 
 def train_nnx_pytrees(steps: int, x: Array, labels: Array) -> list[float]:

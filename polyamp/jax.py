@@ -13,6 +13,7 @@ from polyamp_jax import loss_scaled as loss_scaled
 from polyamp_jax import pmean as pmean
 from polyamp_jax import policy_tree as policy_tree
 from polyamp_jax import remove_policy as remove_policy
+from polyamp_jax import restored as restored
 from polyamp_jax import scaler_state as scaler_state
 from polyamp_jax import step as step
 from polyamp_jax import to_dict as to_dict
@@ -32,6 +33,7 @@ __all__ = [
     "pmean",
     "policy_tree",
     "remove_policy",
+    "restored",
     "scaler_state",
     "step",
     "to_dict",

@@ -12,6 +12,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import jax_split_cases
 import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,7 +22,7 @@ import polyamp.jax as amp
 from polyamp_jax import reduce
 
 NAN, INF = float("nan"), float("inf")
-RULE = polyamp.Dynamic(init_scale=1.0)
+RULE = polyamp.Dynamic(init_scale=8.0)
 TX = amp.loss_scaled(optax.sgd(1.0, momentum=0.9), RULE, axis_name="d")
 
 
@@ -37,7 +38,7 @@ def told(params, state, *more):
 
 
 def local_loss(param, x):
-    """Its gradient is x, computed in float16."""
+    """Its gradient is x, computed in float16, times the scale."""
     return (param.astype(jnp.float16) * x).astype(jnp.float32).sum()
 
 
@@ -151,22 +152,22 @@ def dynamic_scale(x):
         return scale, finite, loss[None], grad
 
     run = jax.shard_map(flat, mesh=mesh(), in_specs=(P(), P(), P("d")), out_specs=out)
-    scale, finite, _, grad = jax.jit(run)(amp.DynamicScale(scale=2.0), jnp.zeros(()), x)
+    scale, finite, _, grad = jax.jit(run)(amp.DynamicScale(scale=8.0), jnp.zeros(()), x)
     return [bool(finite), float(scale.scale), float(grad)]
 
 
 def main():
-    large = jnp.full(4, 30000.0, jnp.float16)
+    large = jnp.full(4, 3750.0, jnp.float16)  # 30000 at a scale of 8
     mixed = jnp.array([1.0, 2.0, 3.0, 6.0], jnp.float16)
     bad = mixed.at[2].set(INF)
-    found = {"devices": jax.device_count(), "agreed": agreed()}
+    found = {"devices": jax.device_count(), "agreed": agreed(), **jax_split_cases.found()}
     for name, x in {"large": large, "mixed": mixed, "bad": bad}.items():
         found[f"vma {name}"] = in_shard_map(x)
         found[f"no vma {name}"] = in_shard_map(x, check_vma=False)
         found[f"pmap {name}"] = in_pmap(x)
-        found[f"update {name}"] = update_in_shard_map(x)
-        found[f"update, no vma {name}"] = update_in_shard_map(x, check_vma=False)
-        found[f"averaged {name}"] = averaged(x)
+        found[f"update {name}"] = update_in_shard_map(8 * x)
+        found[f"update, no vma {name}"] = update_in_shard_map(8 * x, check_vma=False)
+        found[f"averaged {name}"] = averaged(8 * x)
         found[f"dynamic_scale {name}"] = dynamic_scale(x)
     for kind in (AxisType.Auto, AxisType.Explicit):
         for form in ("step", "update"):

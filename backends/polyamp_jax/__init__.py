@@ -23,6 +23,7 @@ from polyamp_jax._scaler import step as step
 from polyamp_jax._state import check as check
 from polyamp_jax._state import decision as decision
 from polyamp_jax._state import from_dict as from_dict
+from polyamp_jax._state import restored as restored
 from polyamp_jax._state import scaler_state as scaler_state
 from polyamp_jax._state import to_dict as to_dict
 from polyamp_jax._toy import toy_step as toy_step

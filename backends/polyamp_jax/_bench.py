@@ -30,7 +30,9 @@ from polyamp.bench.harness import (
 )
 from polyamp.bench.report import Report, Row
 from polyamp_jax._bench_model import batch, loss_of, optimizer, parameters, plain_step
+from polyamp_jax._compat import compiled_count
 from polyamp_jax._gradients import value_and_grad
+from polyamp_jax._ops import devices_by_name
 from polyamp_jax._scaler import loss_scaled, step
 
 RATIO_LIMIT = 1.06
@@ -154,7 +156,7 @@ def compilations(way: Way, size: int = 16, steps: int = 4) -> int:
     jitted, state = way.jitted(), way.start()
     for _ in range(steps):
         *state, _ = jitted(*state, *batch(size))
-    return int(jitted._cache_size())
+    return compiled_count(jitted)
 
 
 def timed(way: Way, size: int) -> Case:
@@ -192,7 +194,14 @@ def jax_step(quick: bool, tell: Tell, rule: str = "") -> Report:
     ]
     if "jmp" not in ways():
         notes.append("jmp is not installed: its rows are missing.")
-    return Report("jax-step", f"cpu: {cpu_name()}", versions(), rows, notes)
+    return Report("jax-step", device(), versions(), rows, notes)
+
+
+def device() -> str:
+    """Where JAX runs by default, e.g. "cpu: Xeon ..." or "cuda:0: NVIDIA ..."."""
+    default = jax.devices()[0]
+    name = next(name for name, known in devices_by_name().items() if known == default)
+    return f"{name}: {cpu_name() if name == 'cpu' else default.device_kind}"
 
 
 def _of_rule(rule: str, rounds: int, tell: Tell) -> Report:

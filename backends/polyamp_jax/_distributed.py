@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from polyamp._state import Signal
 from polyamp_jax._cast import has_derivative, wide
+from polyamp_jax._compat import varying
 
 
 def reduce(signal: Signal, group: Any = None) -> Signal:
@@ -20,22 +21,35 @@ def reduce(signal: Signal, group: Any = None) -> Signal:
             (under jit with shardings the arrays are whole already).
 
     Returns:
-        The agreed signal. `sub` is the largest over the axis.
+        The agreed signal. `sub` is the largest over the axis. Python values stay as they are.
     """
     if group is None:
         return signal
     return Signal(
         finite=_everywhere(signal.finite, group),
-        loss_finite=(
-            True if signal.loss_finite is True else _everywhere(signal.loss_finite, group)
-        ),
-        amax=None if signal.amax is None else jax.lax.pmax(signal.amax, group),
-        sub=jax.lax.pmax(jnp.asarray(signal.sub, jnp.float32), group),
+        loss_finite=_everywhere(signal.loss_finite, group),
+        amax=_largest(signal.amax, group),
+        sub=_largest(signal.sub, group),
     )
 
 
 def _everywhere(flag: Any, group: Any) -> Any:
-    return jax.lax.pmin(jnp.asarray(flag).astype(jnp.int32), group) > 0
+    return jax.lax.pmin(flag.astype(jnp.int32), group) > 0 if _measured(flag) else flag
+
+
+def _largest(value: Any, group: Any) -> Any:
+    return jax.lax.pmax(value, group) if _measured(value) else value
+
+
+def _measured(value: Any) -> bool:
+    """Whether devices may differ in it: numbers of Python are the same on all."""
+    return isinstance(value, jax.Array)
+
+
+def axes(*names: Any) -> tuple[Any, ...]:
+    """The axes that one or several arguments name: None, a name, or a tuple or list of names."""
+    given = [n if isinstance(n, (tuple, list)) else () if n is None else (n,) for n in names]
+    return tuple(dict.fromkeys(name for group in given for name in group))
 
 
 def pmean(grads: Any, axis_name: Any) -> Any:
@@ -48,13 +62,6 @@ def pmean(grads: Any, axis_name: Any) -> Any:
     return jax.tree.map(
         lambda grad: jax.lax.pmean(wide(grad), axis_name) if has_derivative(grad) else grad, grads
     )
-
-
-def varying(leaf: Any) -> frozenset[Any]:
-    """Names of the axes along which `shard_map` knows an array to differ; empty elsewhere."""
-    kind = jax.typeof(leaf)
-    known = getattr(kind, "manual_axis_type", None)  # before jax 0.10 the type itself has `vma`
-    return getattr(kind, "vma", frozenset()) if known is None else known.varying
 
 
 def vary(tree: Any, axes: frozenset[Any]) -> Any:

@@ -20,7 +20,7 @@ import jax
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast, is_floating
 from polyamp_jax._families import norm_types
-from polyamp_jax._plan import Applied, Row, in_float32, items, plan, subclass, walk
+from polyamp_jax._plan import Applied, Found, in_float32, items, plan, subclass, walk
 
 Module = eqx.Module
 
@@ -72,10 +72,10 @@ def remove(model: Module) -> Module:
     return made
 
 
-def rows(model: Module) -> list[Row]:
+def found(model: Module) -> list[Found]:
     """What `policy_tree` shows, the enclosing modules first."""
     return [
-        Row(
+        Found(
             path,
             type(module).__name__,
             [(a.size, a.dtype.name) for a in _own_arrays(module)] if _called(module) else [],

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from polyamp_jax._analysis import WIDE, castable, casts_after_sums, used_wide
+from polyamp_jax._compat import rebind
 
 
 def widest(dtypes: Iterable[Any]) -> Any:
@@ -34,7 +35,8 @@ class Frame:
         self.scalars: dict[Var, float] = {}
         self.wide = used_wide(jaxpr)
         self.uncast = casts_after_sums(jaxpr)
-        self._casts: dict[tuple[Var, Any], Any] = {}
+        self._casts: dict[Var, dict[Any, Any]] = {}
+        self._last = _last_uses(jaxpr)
 
     def read(self, atom: Any) -> Any:
         """The value, in the dtype it flows in."""
@@ -52,10 +54,16 @@ class Frame:
             return value
         if isinstance(atom, Literal):
             return np.asarray(value).astype(dtype)
-        key = (atom, jnp.dtype(dtype))
-        if key not in self._casts:
-            self._casts[key] = jax.lax.convert_element_type(value, dtype)
-        return self._casts[key]
+        known, name = self._casts.setdefault(atom, {}), jnp.dtype(dtype)
+        if name not in known:
+            known[name] = jax.lax.convert_element_type(value, dtype)
+        return known[name]
+
+    def release(self, place: int) -> None:
+        """Forget what no equation after number `place` needs: outside jit these are arrays."""
+        for var in self._last.get(place, ()):
+            self.values.pop(var, None)
+            self._casts.pop(var, None)
 
     def declared(self, atom: Any) -> Any:
         """The value in the dtype it was traced in."""
@@ -68,11 +76,20 @@ class Frame:
         return self.scalars.get(atom)
 
 
+def _last_uses(jaxpr: Jaxpr) -> dict[int, list[Var]]:
+    """By number of an equation, the variables that nothing after it reads."""
+    seen: set[Any] = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
+    last: dict[int, list[Var]] = {}
+    for place, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        used = [atom for atom in (*eqn.outvars, *eqn.invars) if isinstance(atom, Var)]
+        last[place] = [var for var in dict.fromkeys(used) if var not in seen]
+        seen.update(last[place])
+    return last
+
+
 def bind(eqn: JaxprEqn, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """The results of the equation on other operands, with some parameters changed."""
-    primitive: Any = eqn.primitive
-    out = primitive.bind(*operands, **primitive.get_bind_params({**eqn.params, **changed}))
-    return list(out) if primitive.multiple_results else [out]
+    return rebind(eqn, operands, {**eqn.params, **changed})
 
 
 def as_traced(eqn: JaxprEqn, frame: Frame) -> list[Any]:

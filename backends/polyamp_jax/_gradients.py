@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from polyamp_jax._cast import unscale
-from polyamp_jax._distributed import vary, varying
+from polyamp_jax._compat import varying
+from polyamp_jax._distributed import vary
 from polyamp_jax._plan import is_a
 from polyamp_jax._state import scale_of
 

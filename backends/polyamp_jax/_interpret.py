@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from polyamp._formats import FORMATS
 from polyamp_jax._analysis import WIDE, castable
 from polyamp_jax._cast import dtype_of
+from polyamp_jax._compat import scope_of, traced_under
 from polyamp_jax._frame import Frame, as_traced, bind, widest
 from polyamp_jax._primitives import ARITHMETIC, CONSTANT, EXACT, INDEPENDENT, MATMUL, WIDENED
 from polyamp_jax._regions import REGIONS
@@ -47,13 +47,12 @@ class Interpreter:
         frame.values.update(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         known = zip(jaxpr.invars, scalars, strict=True) if scalars else ()
         frame.scalars.update((var, value) for var, value in known if value is not None)
-        for eqn in jaxpr.eqns:
-            with ExitStack() as stack:
-                if scope := str(eqn.source_info.name_stack):
-                    stack.enter_context(jax.named_scope(scope))
-                stack.enter_context(eqn.ctx.manager)
-                out = self._equation(eqn, frame, MARK in scope)
+        for place, eqn in enumerate(jaxpr.eqns):
+            with traced_under(eqn):
+                out = self._equation(eqn, frame, MARK in scope_of(eqn))
             frame.values.update(zip(eqn.outvars, out, strict=True))
+            del out
+            frame.release(place)
         return [frame.read(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: JaxprEqn, frame: Frame, settled: bool) -> list[Any]:

@@ -6,6 +6,9 @@
             parameters   -> compute dtype, as `scope.param` hands them out
             inputs, outputs as `_plan` says
 
+What holds parameters is known when `init` is through: where a module turned out to hold some, whose
+inputs had not been cast, `init` runs once more, so that it and `apply` compute the same.
+
 A linen module is a description: its submodules exist while a method runs. So the result of
 `apply` (a clone whose class is a subclass made here) decides while it runs. flax's own layers cast
 their parameters themselves, so they get their `dtype` for the time of the call.
@@ -23,33 +26,33 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import freeze
 
 from polyamp._errors import PolicyError
 from polyamp._policy import Policy
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast
+from polyamp_jax._compat import is_layer_code, mark_scope, params_through
 from polyamp_jax._families import norm_types
-from polyamp_jax._plan import LOW, Applied, Row, decide, in_float32, subclass, warn_of_own
+from polyamp_jax._plan import LOW, Applied, Found, decide, in_float32, subclass, warn_of_own
 
 Module = nn.Module
 
 _RULES = "_polyamp_rules"
 _RECORD = "_polyamp_record"
-_PATCHED = "_polyamp_dtype"
 _NORMS = norm_types(nn)
 _CASTING = (
     *(nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Embed),
     *(nn.Conv, nn.ConvTranspose, nn.ConvLocal),
 )
-"""Layers that cast their inputs and parameters to their own `dtype`."""
+"""Layers that cast their inputs and parameters to their own `dtype`, where it is given."""
 
 
 class Run:
     """One run of `init` or `apply`: where it is, and what it met."""
 
-    def __init__(self, rules: PolicyMap, kind: type) -> None:
-        self.rules, self.kind = rules, kind
+    def __init__(self, rules: PolicyMap, kind: type, holders: frozenset[str]) -> None:
+        self.rules, self.kind, self.holders = rules, kind, holders
+        self.passing: set[str] = set()
         self.wide_norms, self.wide_softmax = (in_float32(rules, f) for f in ("norm", "softmax"))
         self.stack: list[tuple[str, Policy]] = []
         self.met: dict[str, Applied] = {}
@@ -65,17 +68,29 @@ class Run:
         region = self.stack[-1][1] if self.stack else None
         own = _own_dtype(module)
         norm = self.wide_norms and isinstance(module, _NORMS)
-        holds = not isinstance(module, _CASTING) and _holds_parameters(module)
+        holds = not _casts(module) and path in self.holders
         applied = decide(self.rules, path, region, norm=norm, own=own, holds=holds)
         self._tell_jit(module, path)
-        if own is None and not applied.norm and not isinstance(module, _CASTING):
-            _hand_out(module.scope, applied.compute)
+        if not (applied.norm or _casts(module)):
+            narrow = functools.partial(cast, dtype=applied.compute)
+            params_through(module.scope, applied.compute, narrow)
+            if not applied.inputs:
+                self.passing.add(path)
         inside = bool(self.stack) and self.stack[-1][0] == path
         if context.method_name == "setup" or inside:
             return forward(*args, **kwargs)
         self._note(module, path, applied, own)
         with self._entered(path, applied.policy), self._prepared(module, applied, own):
             return applied.run(forward, args, kwargs)
+
+    def through(self, call: Callable[[], Any]) -> Any:
+        """`call()`, intercepted."""
+        token = _active.set(self)
+        try:
+            with nn.intercept_methods(self):
+                return call()
+        finally:
+            _active.reset(token)
 
     def _note(self, module: Module, path: str, applied: Applied, own: str | None) -> None:
         known = self.met.get(path)
@@ -86,9 +101,8 @@ class Run:
 
     def _tell_jit(self, module: Module, path: str) -> None:
         """Mark the scope, so that flax.linen.jit does not reuse what it traced elsewhere."""
-        scope: Any = module.scope
         region = str(self.stack[-1][1]) if self.stack else ""
-        scope.flags = freeze({**scope.flags, "polyamp": (str(self.rules), path, region)})
+        mark_scope(module.scope, (str(self.rules), path, region))
 
     @contextmanager
     def _entered(self, path: str, policy: Policy) -> Iterator[None]:
@@ -133,26 +147,10 @@ def _own_dtype(module: Module) -> str | None:
     return None if dtype is None else jnp.dtype(dtype).name
 
 
-def _holds_parameters(module: Module) -> bool:
-    own = module.variables.get("params", {})
-    return any(not isinstance(value, Mapping) for value in own.values())
-
-
-def _hand_out(scope: Any, dtype: str) -> None:
-    """Make a scope hand out parameters in `dtype`; what it stores stays as it is."""
-    if getattr(scope.param, _PATCHED, None) != dtype:
-        scope.param = _Param(type(scope).param, scope, dtype)
-
-
-class _Param:
-    """`Scope.param` of one scope, cast."""
-
-    def __init__(self, param: Callable[..., Any], scope: Any, dtype: str) -> None:
-        self.param, self.scope = param, scope
-        setattr(self, _PATCHED, dtype)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return cast(self.param(self.scope, *args, **kwargs), getattr(self, _PATCHED))
+def _casts(module: Module) -> bool:
+    """Whether the module is called by flax's own code, which casts parameters to its `dtype`."""
+    ours = is_layer_code(type(module).__call__, "linen")
+    return ours and isinstance(module, (*_CASTING, *_NORMS))
 
 
 def apply(module: Module, rules: PolicyMap) -> Module:
@@ -222,15 +220,16 @@ def _subclass(kind: Any, rules: PolicyMap) -> Any:
 def _running(
     module: Module, rules: PolicyMap, kind: type[Module], name: str, args: Any, kwargs: Any
 ) -> Any:
-    run = Run(rules, kind)
-    token = _active.set(run)
-    try:
-        with nn.intercept_methods(run):
-            out = getattr(kind, name)(module, *args, **kwargs)
-    finally:
-        _active.reset(token)
-    variables = out[1] if name == "init_with_output" else args[0] if args else kwargs["variables"]
-    whole = name != "apply" and kwargs.get("method") is None
+    call, initial = functools.partial(getattr(kind, name), module, *args, **kwargs), name != "apply"
+    variables = {} if initial else args[0] if args else kwargs["variables"]
+    run = Run(rules, kind, _holders(variables))
+    out = run.through(call)
+    if initial:
+        variables = out[1]
+        if run.passing & _holders(variables):
+            run = Run(rules, kind, _holders(variables))
+            out = run.through(call)
+    whole = initial and kwargs.get("method") is None
     _finish(module, run, variables, whole=whole)
     return out
 
@@ -282,6 +281,11 @@ def _held(variables: Any) -> dict[str, list[tuple[int, str]]]:
     return held
 
 
+def _holders(variables: Any) -> frozenset[str]:
+    """Paths of the modules that hold parameters themselves."""
+    return frozenset(path for path, held in _held(variables).items() if held)
+
+
 def _stored(variables: Any, record: Record) -> Any:
     """The variables of `init` with parameters in the parameter dtype of their module's policy."""
     if "params" not in variables:
@@ -292,12 +296,12 @@ def _stored(variables: Any, record: Record) -> Any:
     return {**variables, "params": params}
 
 
-def rows(module: Module) -> list[Row]:
+def found(module: Module) -> list[Found]:
     """What `policy_tree` shows, the enclosing modules first; nothing before init or apply ran."""
     record = module.__dict__.get(_RECORD)
     if record is None:
-        return [Row("", type(module).__name__, [], None)]
+        return [Found("", type(module).__name__, [], None)]
     return [
-        Row(path, record.kinds.get(path, "?"), record.held.get(path, []), record.met[path])
+        Found(path, record.kinds.get(path, "?"), record.held.get(path, []), record.met[path])
         for path in sorted(record.met)
     ]

@@ -5,7 +5,7 @@
                 parameter dtype and cast inside, so that gradients come back in it
 
 Each module system has a file of its own (`_linen`, `_nnx`, `_equinox`) with `apply`, `remove` and
-`rows`, and is imported only for its own models.
+`found`, and is imported only for its own models.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import flax.nnx as nnx
@@ -24,11 +25,12 @@ import jax.numpy as jnp
 from polyamp._errors import PolicyError
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast, is_floating
+from polyamp_jax._compat import class_options, is_internal, is_layer_code
 from polyamp_jax._families import WideSoftmax, norm_types
 from polyamp_jax._plan import (
     LOW,
     Applied,
-    Row,
+    Found,
     in_float32,
     items,
     plan,
@@ -57,7 +59,7 @@ def apply(model: Module, rules: PolicyMap) -> Module:
         return {
             "norm": wide_norms and isinstance(module, _NORMS),
             "own": _own_dtype(module),
-            "holds": not _is_layer(module) and any(True for _ in _own_params(module)),
+            "holds": not _casts(module) and any(True for _ in _own_params(module)),
         }
 
     paths = dict(_walk(model))
@@ -89,10 +91,10 @@ def remove(model: Module) -> Module:
     return clone
 
 
-def rows(model: Module) -> list[Row]:
+def found(model: Module) -> list[Found]:
     """What `policy_tree` shows, the enclosing modules first."""
     return [
-        Row(
+        Found(
             path,
             type(value).__name__,
             [(p.size, p.dtype.name) for p in _own_params(value)] if _called(value) else [],
@@ -112,7 +114,7 @@ def _called(value: Any) -> bool:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Module):
-        return [(n, v) for n, v in vars(value).items() if not n.startswith("_pytree__")]
+        return [(n, v) for n, v in vars(value).items() if not is_internal(n)]
     return items(value)
 
 
@@ -182,9 +184,19 @@ def _is_param(value: Any) -> bool:
 
 
 def _is_layer(module: Module) -> bool:
-    """Whether the module is a layer of flax's own, which casts what it uses to its `dtype`."""
-    ours = any(kind.__module__.startswith("flax.nnx.nn") for kind in type(module).__mro__)
-    return ours and hasattr(module, "dtype")
+    """Whether the module is a layer of flax's own, or of a subclass, and has a `dtype`."""
+    return hasattr(module, "dtype") and any(map(_is_flax, type(module).__mro__))
+
+
+def _casts(module: Module) -> bool:
+    """Whether the module is called by flax's own code, which casts parameters to its `dtype`."""
+    kind = getattr(type(module), _BASE, type(module))
+    return _is_layer(module) and _is_flax(kind.__call__)
+
+
+def _is_flax(of: Any) -> bool:
+    """Whether a class or a method is one of flax's layers."""
+    return is_layer_code(of, "nnx.nn")
 
 
 def _own_dtype(module: Any) -> str | None:
@@ -235,9 +247,9 @@ def _subclass(kind: Any) -> Any:
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         applied = vars(self)[APPLIED]
         forward = functools.partial(kind.__call__, self)
-        if applied.norm or _is_layer(self):
+        if applied.norm or _casts(self):
             return applied.run(forward, args, kwargs)
-        with _narrowed(self, applied.compute):
+        with _narrowed(self, kind, applied.compute):
             return applied.run(forward, args, kwargs)
 
     def __reduce__(self: Any) -> Any:  # noqa: N807
@@ -248,8 +260,7 @@ def _subclass(kind: Any) -> Any:
         "__reduce__": __reduce__,
         _BASE: kind,
     }
-    known = hasattr(kind, "_pytree__is_pytree")
-    return subclass(kind, namespace, **({"pytree": kind._pytree__is_pytree} if known else {}))
+    return subclass(kind, namespace, **class_options(kind))
 
 
 def _blank(kind: Any) -> Module:
@@ -259,22 +270,48 @@ def _blank(kind: Any) -> Module:
 
 
 @contextmanager
-def _narrowed(module: Module, dtype: str) -> Iterator[None]:
-    """While open, the module's own parameters are copies in `dtype`."""
+def _narrowed(module: Module, kind: type, dtype: str) -> Iterator[None]:
+    """While open, the module's own parameters are copies in `dtype`, which refuse to be written."""
+    refuse = _Refusal(kind, dtype)
     before = {
         name: value
         for name, value in vars(module).items()
-        if name != APPLIED and any(_is_param(leaf) for leaf in _leaves(value))
+        if name != APPLIED and any(_is_other(leaf, dtype) for leaf in _leaves(value))
     }
     for name, value in before.items():
-        copies = jax.tree.map(lambda leaf: _copy(leaf, dtype), value, is_leaf=_is_leaf)
+        copies = jax.tree.map(lambda leaf: _copy(leaf, dtype, refuse), value, is_leaf=_is_leaf)
         object.__setattr__(module, name, copies)
+    inside = {name: vars(module)[name] for name in before}
     try:
         yield
+        for name, value in inside.items():
+            if vars(module).get(name) is not value:
+                refuse(name, None)
     finally:
         for name, value in before.items():
             object.__setattr__(module, name, value)
 
 
-def _copy(leaf: Any, dtype: str) -> Any:
-    return leaf.replace(cast(leaf.get_raw_value(), dtype)) if _is_param(leaf) else leaf
+def _is_other(leaf: Any, dtype: str) -> bool:
+    return _is_param(leaf) and leaf.dtype.name != dtype
+
+
+def _copy(leaf: Any, dtype: str, refuse: _Refusal) -> Any:
+    if not _is_other(leaf, dtype):
+        return leaf
+    return leaf.replace(cast(leaf.get_raw_value(), dtype), on_set_value=(refuse,))
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """What a parameter's copy does when it is written: the parameter itself would not change."""
+
+    kind: type
+    dtype: str
+
+    def __call__(self, param: Any, value: Any) -> Any:
+        raise PolicyError(
+            f"{self.kind.__name__}.__call__ writes a parameter of its own, of which it has a copy"
+            f" in {self.dtype}: the write would be lost. Keep what a call changes in another"
+            " variable, such as nnx.BatchStat, or give the module a float32 policy"
+        )

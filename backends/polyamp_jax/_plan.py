@@ -67,8 +67,8 @@ class Applied:
         return out
 
 
-class Row(NamedTuple):
-    """One module as `policy_tree` shows it."""
+class Found(NamedTuple):
+    """One module of a model, as `policy_tree` shows it."""
 
     path: str
     kind: str

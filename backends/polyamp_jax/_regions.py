@@ -9,7 +9,6 @@ all others      called as they were traced (custom_vjp, shard_map, pallas_call, 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -19,6 +18,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from polyamp_jax._analysis import WIDE, castable
+from polyamp_jax._compat import own_name
 from polyamp_jax._frame import Frame, as_traced, bind, widest
 from polyamp_jax._primitives import NARROW, WIDENED_FUNCTIONS
 
@@ -68,20 +68,11 @@ def _as_declared(value: Any, aval: Any) -> Any:
 
 
 def _jit(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[Any]:
-    name = eqn.params["name"]
-    wide = name in WIDENED_FUNCTIONS and _is_jaxs_own(eqn.params["jaxpr"].jaxpr)
+    wide = own_name(eqn.params["jaxpr"].jaxpr) in WIDENED_FUNCTIONS
     args = [frame.cast(a, WIDE) if wide else frame.read(a) for a in eqn.invars]
     scalars = [frame.scalar(atom) for atom in eqn.invars]
     inside = rewrite(interpreter, eqn.params["jaxpr"], _avals(args), scalars=scalars)
     return bind(eqn, args, jaxpr=inside)
-
-
-def _is_jaxs_own(jaxpr: Jaxpr) -> bool:
-    """Whether a function that bears one of JAX's names is the one of JAX."""
-    return _JAX in (jaxpr.debug_info.func_src_info or "")
-
-
-_JAX = os.path.join(os.path.dirname(jax.__file__), "")
 
 
 def _remat(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[Any]:
@@ -141,8 +132,7 @@ def _loop_args(eqn: JaxprEqn, frame: Frame, consts: int, carry: int) -> list[Any
 
 def _custom_jvp(interpreter: Interpreter, eqn: JaxprEqn, frame: Frame) -> list[Any]:
     out = as_traced(eqn, frame)
-    inside = eqn.params["call_jaxpr"].jaxpr
-    if inside.debug_info.func_name not in NARROW or not _is_jaxs_own(inside):
+    if own_name(eqn.params["call_jaxpr"].jaxpr) not in NARROW:
         return out
     dtypes = [frame.dtype(atom) for atom in eqn.invars if castable(atom.aval)]
     dtype = widest(dtypes)

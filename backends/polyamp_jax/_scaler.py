@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from polyamp._errors import BackendError, RuleError, StateError
@@ -26,7 +27,8 @@ from polyamp._presets import resolve_rule
 from polyamp._scaling import MAX_SCALE, Rule, Static, bind
 from polyamp._state import ScalerState, Signal, decision
 from polyamp_jax._cast import divide, is_floating, unscale
-from polyamp_jax._distributed import pmean, reduce, vary, varying
+from polyamp_jax._compat import varying
+from polyamp_jax._distributed import axes, pmean, reduce, vary
 from polyamp_jax._inspect import all_finite, arrays, largest, share
 from polyamp_jax._ops import select, xp
 from polyamp_jax._state import typed
@@ -73,6 +75,7 @@ def loss_scaled(
     rule: Rule | str | None = None,
     *,
     axis_name: Any = None,
+    agree_axis_name: Any = None,
     skip: Skip = "cond",
 ) -> LossScaled:
     """Wrap an optax transformation so that it takes scaled gradients and skips what overflows.
@@ -95,37 +98,48 @@ def loss_scaled(
     Args:
         inner: any optax transformation or chain.
         rule: a `polyamp.Rule` or the name of a system ("torch", "flax", ...); None: `Dynamic()`.
-        axis_name: axis of shard_map or pmap over which gradients are averaged, in float32, and the
-            decision is common. Under jit with shardings leave it out.
+        axis_name: name, or names, of the axes of shard_map or pmap over which gradients are
+            averaged, in float32, and the decision is common: parameters are replicated over them.
+            Under jit with shardings leave it out.
+        agree_axis_name: the same for axes over which only the decision is common and no gradient is
+            averaged: parameters are split over them (FSDP, tensor parallelism).
         skip: "cond" runs the inner update only where it counts; "select" always runs it and
             chooses, for vmap over the whole step.
 
     Raises:
         RuleError: an unknown rule or `skip`.
         TypeError: `inner` is no transformation.
+        StateError (`update`): a state that is not of this transformation.
     """
     if skip not in ("cond", "select"):
         raise RuleError(f'skip must be "cond" or "select", got {skip!r}')
     chosen, inner_tx = resolve_rule(rule), _optax(inner)
-    wide = _may_exceed(chosen)
+    wide, averaged, agreed = _may_exceed(chosen), axes(axis_name), axes(agree_axis_name)
 
     def judge(grads: Any, state: LossScaledState, loss: Any) -> Judged:
+        if not isinstance(state, LossScaledState):
+            raise StateError(
+                "update(grads, opt_state, params) and amp.step(tx, grads, opt_state, params) need"
+                f" the state of tx.init after the gradients, got {type(state).__name__}"
+            )
         old = typed(state.scaler)
-        grads = jax.tree.map(lambda g: jnp.asarray(g) if isinstance(g, float) else g, grads)
-        amax, by, finite = None, old.loss_scale, jnp.array(True)
+        grads = jax.tree.map(_array, grads)
+        amax, by = None, old.loss_scale
+        sound: Any = True
         if chosen.wants_amax:
             amax = largest(arrays(grads))
-            finite = jnp.isfinite(amax) & jnp.isfinite(amax / by)
+            sound = jnp.isfinite(amax) & jnp.isfinite(amax / by)
             # Dependent on amax, or XLA may unscale first, into a second copy of the gradients.
-            by = jnp.where(finite, by, 1.0)
+            by = jnp.where(sound, by, 1.0)
         unscaled = divide(grads, by) if wide else unscale(grads, 1.0 / by)
-        if axis_name is not None:
-            unscaled = pmean(unscaled, axis_name)
-        finite &= all_finite(arrays(unscaled))
-        signal = Signal(finite, amax=amax, sub=_share_if_due(chosen, old, grads))
-        if loss is not None:
-            signal = signal._replace(loss_finite=jnp.isfinite(loss).all())
-        new = bind(chosen, xp)(old, reduce(signal, axis_name))
+        if averaged:
+            unscaled = pmean(unscaled, averaged)
+        together = reduce(Signal(all_finite(arrays(unscaled))), agreed or None)
+        loss_finite = True if loss is None else jnp.isfinite(loss).all()
+        each = Signal(sound, loss_finite, amax, _share_if_due(chosen, old, grads))
+        each = reduce(each, axes(averaged, agreed) or None)
+        signal = each._replace(finite=together.finite & each.finite)
+        new = bind(chosen, xp)(old, signal)
         return Judged(unscaled, new, decision(old, new).applied)
 
     def init(params: Any) -> LossScaledState:
@@ -169,12 +183,19 @@ def _share_if_due(rule: Rule, state: ScalerState, grads: Any) -> Any:
     if not rule.sub_interval:
         return -1.0
     values = arrays(grads)
-    axes = frozenset[Any]().union(*map(varying, values))
+    along = frozenset[Any]().union(*map(varying, values))
     return jax.lax.cond(
         state.step % rule.sub_interval == 0,
         lambda: share(values),
-        lambda: vary(jnp.float32(-1.0), axes),
+        lambda: vary(jnp.float32(-1.0), along),
     )
+
+
+def _array(grad: Any) -> Any:
+    """A gradient of Python or numpy as an array of JAX, in JAX's dtypes."""
+    if not isinstance(grad, (float, complex, np.ndarray, np.generic)):
+        return grad
+    return jnp.asarray(grad) if jnp.issubdtype(jnp.result_type(grad), jnp.inexact) else grad
 
 
 def _may_exceed(rule: Rule) -> bool:
@@ -242,11 +263,6 @@ def step(
         raise BackendError(
             f"amp.step needs what amp.loss_scaled returns, got {type(tx).__name__}; loss_scaled"
             " must be the outermost transformation"
-        )
-    if not isinstance(opt_state, LossScaledState):
-        raise StateError(
-            "amp.step(tx, grads, opt_state, params) needs the state of tx.init third, got"
-            f" {type(opt_state).__name__}"
         )
     old, new = (None, None) if extra is None else extra
     judged = tx.judge(grads, opt_state, loss)

@@ -12,6 +12,7 @@ from polyamp._interchange import rule_to_dict, scaler_from_dict, scaler_to_dict
 from polyamp._scaling import Rule, Static
 from polyamp._state import Decision, ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
 from polyamp._state import decision as decided
+from polyamp._xp import F32_MAX
 
 Array = jax.Array
 
@@ -72,21 +73,34 @@ def check(opt_state: Any, told: int = 0) -> int:
 
     Raises:
         ScaleFloorError: the rule gave up.
-        StateError: no loss scaler in `opt_state`.
+        StateError: no loss scaler in `opt_state`, or one whose scale is 0, negative, infinite or
+            NaN, as no rule leaves it: the checkpoint it came from was bad (`restored`).
     """
-    state = jax.device_get(scaler_state(opt_state))
-    if getattr(state.skipped, "ndim", 0):
+    state = _on_host(opt_state, "check")
+    skipped, scale = int(state.skipped), float(state.loss_scale)
+    if not 0 < scale <= F32_MAX:
         raise StateError(
-            "check needs the state of one scaler, got a stack of them (vmap, pmap): give it one,"
-            " jax.tree.map(lambda leaf: leaf[0], opt_state)"
+            f"loss_scale must be a positive finite number, got {scale!r}: no step leaves such a"
+            " scale, so it was restored. Restore with opt_state = amp.restored(tx, opt_state),"
+            " which lifts a scale of 0, or start the scaler anew with tx.init"
         )
     raise_on_fault(state)
-    skipped, scale = int(state.skipped), float(state.loss_scale)
     if skipped - told > 1:
         warn_of_skips(skipped - told, scale)
     elif skipped > told:
         warn_on_skip(max(int(state.skipped_in_a_row), 1), scale)
     return skipped
+
+
+def _on_host(opt_state: Any, name: str) -> ScalerState:
+    """The scaler's state in numbers of numpy; waits for the device."""
+    state: ScalerState = jax.device_get(scaler_state(opt_state))
+    if getattr(state.skipped, "ndim", 0):
+        raise StateError(
+            f"{name} needs the state of one scaler, got a stack of them (vmap, pmap): give it one,"
+            " jax.tree.map(lambda leaf: leaf[0], opt_state)"
+        )
+    return state
 
 
 def to_dict(tx: Any, opt_state: Any) -> dict[str, Any]:
@@ -96,7 +110,23 @@ def to_dict(tx: Any, opt_state: Any) -> dict[str, Any]:
         tx: what `loss_scaled` returned.
         opt_state: of `tx`; its arrays are read.
     """
-    return scaler_to_dict(rule_of(tx), scaler_state(opt_state))
+    return scaler_to_dict(rule_of(tx), _on_host(opt_state, "to_dict"))
+
+
+def restored(tx: Any, opt_state: Any) -> Any:
+    """`opt_state` as a checkpoint library gave it back, its loss scaler checked.
+
+        opt_state = amp.restored(tx, checkpointer.restore(path, shapes))
+
+    orbax, flax.serialization and pickle put back whatever was saved. What `from_dict` would not
+    take is refused, and a scale below the floor of the rule, as a collapsed run saves it, is lifted
+    to it with a warning.
+
+    Raises:
+        StateError: the scale is negative, infinite or NaN, another number is out of range, or
+            there is not one loss scaler in `opt_state`.
+    """
+    return from_dict(tx, opt_state, to_dict(tx, opt_state))
 
 
 def from_dict(tx: Any, opt_state: Any, data: Any) -> Any:

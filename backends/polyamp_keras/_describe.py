@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from polyamp._describe import Row, table
 from polyamp_keras._modules import APPLIED, own_variables
 from polyamp_keras._places import Place, places
 
@@ -23,13 +24,7 @@ def policy_tree(model: Any) -> str:
     what encloses the layer, the number and dtypes of the variables it owns, and the rule that
     decides. A loaded model has the policies; the rules are not saved.
     """
-    rows = [_row(place) for place in _depth_first(places(model))]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return table([_row(place) for place in _depth_first(places(model))])
 
 
 def _depth_first(found: list[Place]) -> list[Place]:
@@ -44,19 +39,18 @@ def _depth_first(found: list[Place]) -> list[Place]:
     return order
 
 
-def _row(place: Place) -> tuple[str, str, str, str]:
+def _row(place: Place) -> Row:
     layer, parent = place.layer, place.parent
-    indent = "  " * (len(list(place.upwards())) - 1)
+    depth = len(list(place.upwards())) - 1
     own = own_variables(layer)
-    kinds = sorted({keras.backend.standardize_dtype(v.dtype) for v in own})
-    count = f"{sum(math.prod(v.shape) for v in own):,} {'/'.join(kinds)}" if own else ""
+    held = [(math.prod(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in own]
     policy = _name(layer)
     applied = vars(layer).get(APPLIED)
     outer = parent and vars(parent.layer).get(APPLIED)
     if parent is not None and policy == _name(parent.layer):
         policy = ""
     why = "" if applied is None or (outer and not policy) else applied.why
-    return f"{indent}{layer.name}: {type(layer).__name__}", policy, count, why
+    return Row(depth, layer.name, type(layer).__name__, policy, held, why)
 
 
 def _name(layer: Any) -> str:

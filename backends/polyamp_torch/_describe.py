@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from polyamp._describe import Row, idle, row, table
 from polyamp_torch._modules import APPLIED, Applied, rules_of
 from polyamp_torch._wrappers import unwrapped
 
@@ -25,16 +26,13 @@ def policy_tree(model: Module) -> str:
     at the end.
     """
     root = unwrapped(model)
-    ran = any(a.ran for a in _applied(root).values())
-    rows = [_row(path, module, ran) for path, module in root.named_modules()]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
-        for row in rows
-    ]
+    found = _applied(root)
+    ran = any(applied.ran for applied in found.values())
+    rows = [_row(path, module, found.get(path), ran) for path, module in root.named_modules()]
     rules = rules_of(model)
     ops = () if rules is None else rules.op_rules
-    return "\n".join([*lines, *(f"op:{family}  {policy.compute_dtype}" for family, policy in ops)])
+    lines = [f"op:{family}  {policy.compute_dtype}" for family, policy in ops]
+    return "\n".join([table(rows), *lines])
 
 
 def idle_rules(model: Module) -> list[str]:
@@ -44,7 +42,7 @@ def idle_rules(model: Module) -> list[str]:
     (MultiheadAttention's out_proj, heads tied to an embedding): then the rule had no effect. Ask
     after a forward pass.
     """
-    return [path for path, a in _applied(unwrapped(model)).items() if a.boundary and not a.ran]
+    return idle(_applied(unwrapped(model)).items())
 
 
 def _applied(root: Module) -> dict[str, Applied]:
@@ -52,23 +50,8 @@ def _applied(root: Module) -> dict[str, Applied]:
     return {path: applied for path, applied in found.items() if applied is not None}
 
 
-def _row(path: str, module: Module, ran: bool) -> tuple[str, str, str, str]:
-    indent = "  " * (path.count(".") + 1 if path else 0)
-    name = indent + (path.rpartition(".")[2] or "(model)") + ": " + type(module).__name__
-    own = list(module.parameters(recurse=False))
-    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in own})
-    count = f"{sum(p.numel() for p in own):,} {'/'.join(kinds)}" if own else ""
-    applied = module.__dict__.get(APPLIED)
-    if applied is None:
-        return name, "", count, "no policy"
-    if not applied.boundary and (applied.rule is None or applied.owner != path):
-        return name, "", count, ""
-    policy = applied.policy
-    dtypes = (policy.param_dtype, policy.compute_dtype, policy.output_dtype)
-    flow = dtypes if len(set(dtypes)) > 1 else dtypes[:1]
-    why = "default" if applied.rule is None else f"rule {applied.rule!r}"
-    if applied.rule is not None and applied.owner != path:
-        why += f" at {applied.owner!r}"
-    if applied.boundary and ran and not applied.ran:
-        why += "; NEVER CALLED, so without effect"
-    return name, " -> ".join(flow), count, why
+def _row(path: str, module: Module, applied: Applied | None, ran: bool) -> Row:
+    own = module.parameters(recurse=False)
+    held = [(p.numel(), str(p.dtype).removeprefix("torch.")) for p in own]
+    note = "no policy" if applied is None else ""
+    return row(path, type(module).__name__, held, applied, ran=ran, note=note)

@@ -64,3 +64,14 @@ def test_jmp_may_be_missing(monkeypatch):
     assert "jmp" not in report.versions
     assert report.notes[-1] == "jmp is not installed: its rows are missing."
     assert told[0] == "jax-step: batches of 128, 60 rounds of 3 ways"
+    assert report.device.startswith("cpu: ")
+
+
+def test_the_device_is_the_one_jax_uses(monkeypatch):
+    class Gpu:
+        platform, id, device_kind = "gpu", 1, "NVIDIA H200"
+
+    cpus, gpus = jax.local_devices(backend="cpu"), [Gpu()]
+    monkeypatch.setattr(jax, "devices", lambda *names: gpus)
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: cpus if backend else gpus)
+    assert _bench.device() == "cuda:1: NVIDIA H200"

@@ -131,3 +131,19 @@ def test_narrow_parameters_keep_their_states_dtypes():
         assert jax.tree.map(jax.typeof, after) == kinds
     params, _ = amp.step(tx, grads, opt_state, params)
     assert bool((params["w"] < 1.0).all())
+
+
+@pytest.mark.parametrize("grad", [8.0, 8j, np.float64(8.0), np.full((), 8.0), np.float16(8.0)])
+def test_gradients_that_are_no_arrays_of_jax_are_unscaled(grad):
+    tx = amp.loss_scaled(optax.sgd(1.0), polyamp.Static(8.0))
+    updates, _ = tx.update(grad, tx.init(jnp.zeros(())), jnp.zeros(()))
+    assert complex(updates) == -complex(grad) / 8.0
+    assert jnp.result_type(updates) in (jnp.float32, jnp.complex64)
+
+
+@pytest.mark.parametrize("state", [None, (), optax.sgd(1.0).init(jnp.zeros(()))])
+def test_a_state_of_something_else_is_refused(state):
+    tx = amp.loss_scaled(optax.sgd(1.0))
+    for use in (tx.update, lambda *args: amp.step(tx, *args)):
+        with pytest.raises(polyamp.StateError, match=r"need the state of tx\.init after the grad"):
+            use(jnp.ones(()), state, jnp.zeros(()))
