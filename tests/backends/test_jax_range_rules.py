@@ -88,3 +88,15 @@ def test_devices_of_an_axis_agree_on_the_largest():
     one = jax.tree.map(lambda leaf: leaf[0], new.scaler)
     assert polyamp.state_to_dict(one) == polyamp.state_to_dict(want)
     assert after.tolist() == [[-32.5, 0.0]] * 2
+
+
+def test_parts_of_a_gradient_agree_on_the_largest_without_being_averaged():
+    tx = amp.loss_scaled(optax.sgd(1.0), Predictive(), agree_axis_name="model")
+    params = jnp.zeros(1)
+    state = tx.init(params)
+    grads = jnp.array([[1.0], [64.0]]) * 4096.0
+    after, new = jax.vmap(lambda g: amp.step(tx, g, state, params), axis_name="model")(grads)
+    want = polyamp.transition(tx.rule, tx.rule.init(), Signal(True, True, 64.0 * 4096.0))
+    one = jax.tree.map(lambda leaf: leaf[0], new.scaler)
+    assert polyamp.state_to_dict(one) == polyamp.state_to_dict(want)
+    assert after.tolist() == [[-1.0], [-64.0]]
