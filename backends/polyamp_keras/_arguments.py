@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from polyamp._errors import PolicyError, RuleError
+from polyamp._errors import BackendError, PolicyError, RuleError
 from polyamp._presets import like, resolve_rule
 from polyamp._scaling import Rule
 
@@ -35,6 +35,26 @@ def rule_from(rule: Rule | str | None, scale: float | None, steps: int | None) -
         return resolve_rule(rule)
     ours = {"init_scale": scale, "growth_interval": steps}
     return like("keras", **{key: value for key, value in ours.items() if value is not None})
+
+
+def check_inner(optimizer: Any) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        TypeError: not an optimizer object.
+        BackendError: it scales losses itself, and would divide by its own scale too.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise BackendError(
+            f"the inner optimizer is a {type(optimizer).__name__} itself and would divide the"
+            " gradients a second time: pass its inner_optimizer"
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "the inner optimizer must be a keras.optimizers.Optimizer, such as"
+            f" keras.optimizers.Adam(1e-3); got {optimizer!r}. keras.optimizers.get(name) makes"
+            " one of a name"
+        )
 
 
 def check_epsilon(optimizer: Any, variables: Iterable[Any]) -> None:
