@@ -43,8 +43,9 @@ class RestoringStep:
     def __call__(self, *args: Any) -> Any:
         """Keras' `train_step`: (data), on JAX (state, data)."""
         if not isinstance(self.model.optimizer, LossScaleOptimizer):
-            self._watch()
-            return self.original(*args)
+            result = self.original(*args)
+            self._watch()  # on TensorFlow the first step may have built the model
+            return result
         return self._stateless(*args) if FRAMEWORK == "jax" else self._stateful(*args)
 
     def _watch(self) -> None:
