@@ -328,6 +328,34 @@ def test_bar_on_a_terminal_lines_elsewhere():
         assert part in shown
 
 
+class Drawing(FakeBackend):
+    """A backend with a bar of its own."""
+
+    draws = True
+
+    def train(self, task, policy, settings, device, on_step, terminal=None):
+        if terminal is not None:
+            terminal.write("120/120 own bar\n")
+        return super().train(task, policy, settings, device, on_step)
+
+
+def test_a_framework_may_draw_its_own_bar():
+    screen = Console(file=StringIO(), force_terminal=True, width=100)
+    planned = runner.plan({"fake": Drawing()}, ["float32"], ["digits"], quick=True)
+    with progress_on(screen, 1) as bar:
+        assert len(list(runner.execute(planned, bar))) == 1
+        assert bar._live.live.is_started
+    shown = screen.file.getvalue()
+    first, own, last = (
+        shown.index(s) for s in ("1/1 fake digits float32", "120/120 own bar", "float32: loss")
+    )
+    assert first < own < last
+    quiet = Console(file=StringIO())
+    with progress_on(quiet, 1) as lines:
+        assert len(list(runner.execute(planned, lines))) == 1
+    assert "own bar" not in quiet.file.getvalue()
+
+
 def test_main_prints_plain_lines_and_the_table(fake, capsys):
     assert cli.main(["demo", "--quick"]) == 0
     out = capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -188,12 +187,11 @@ def test_a_model_without_weights() -> None:
     assert net.fit(ones, ones, verbose=0).history["loss"] == [0.0]
 
 
-@pytest.mark.skipif(FRAMEWORK != "tensorflow", reason="the callback writes through TensorFlow")
-def test_tensorboard_finds_the_learning_rate(tmp_path: Path) -> None:
+def test_a_schedule_counts_applied_steps() -> None:
     net = kc.model()
     rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
     amp.compile(net, keras.optimizers.SGD(rate), "mse", rule=LOW)
-    kc.fit(net, kc.data(".x."), callbacks=[keras.callbacks.TensorBoard(str(tmp_path))])
-    assert list(tmp_path.rglob("events.out.tfevents*"))
-    assert float(kc.value(net.optimizer.iterations)) == 2
-    assert float(net.optimizer.learning_rate) == pytest.approx(0.1 * (1 + np.cos(0.2 * np.pi)) / 2)
+    kc.fit(net, kc.data(".x."))
+    assert int(kc.value(net.optimizer.iterations)) == 2
+    now = float(keras.ops.convert_to_numpy(net.optimizer.learning_rate))  # as TensorBoard reads it
+    assert now == pytest.approx(0.1 * (1 + np.cos(0.2 * np.pi)) / 2)
