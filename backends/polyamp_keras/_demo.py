@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import keras
 import numpy as np
@@ -349,7 +349,7 @@ def _main(what: str) -> None:
         print(json.dumps(value), file=out, flush=True)
 
     task, policy, settings, shown = pickle.load(sys.stdin.buffer)
-    screen = Screen(tell) if shown else None
+    screen = cast(TextIO, Screen(tell)) if shown else None
     with redirect_stdout(sys.stderr):
         result = train_here(task, policy, settings, lambda *step: tell(step), screen)
     tell(dataclasses.asdict(result))
