@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from polyamp._errors import PolicyError, RuleError
+from polyamp._errors import BackendError, PolicyError, RuleError
 from polyamp._presets import like, resolve_rule
 from polyamp._scaling import Rule
 
@@ -37,6 +37,26 @@ def rule_from(rule: Rule | str | None, scale: float | None, steps: int | None) -
     return like("keras", **{key: value for key, value in ours.items() if value is not None})
 
 
+def check_inner(optimizer: Any) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        TypeError: not an optimizer object.
+        BackendError: it scales losses itself, and would divide by its own scale too.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise BackendError(
+            f"the inner optimizer is a {type(optimizer).__name__} itself and would divide the"
+            " gradients a second time: pass its inner_optimizer"
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            "the inner optimizer must be a keras.optimizers.Optimizer, such as"
+            f" keras.optimizers.Adam(1e-3); got {optimizer!r}. keras.optimizers.get(name) makes"
+            " one of a name"
+        )
+
+
 def check_epsilon(optimizer: Any, variables: Iterable[Any]) -> None:
     """Refuse an epsilon that is zero in the dtype of the variables: 0 / 0 would write NaN.
 
@@ -53,3 +73,9 @@ def check_epsilon(optimizer: Any, variables: Iterable[Any]) -> None:
             " zero in float16, and a zero gradient would write NaN. Keep variables in float32"
             ' (dtype policy "mixed_float16"), or take an epsilon of 1e-4 or more'
         )
+
+
+def check_gradient_count(grads: Sequence[Any], variables: Sequence[Any], whose: str) -> None:
+    """Refuse more or fewer gradients than variables."""
+    if len(grads) != len(variables):
+        raise ValueError(f"got {len(grads)} gradients for the {len(variables)} variables {whose}")

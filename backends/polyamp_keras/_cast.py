@@ -35,9 +35,10 @@ def is_float(tensor: Any) -> bool:
 
 
 def wide(tensor: Any) -> Any:
-    """A floating tensor in float32, or as it is where it is float64."""
-    double = keras.backend.standardize_dtype(tensor.dtype) == "float64"
-    return tensor if double else ops.cast(tensor, "float32")
+    """A tensor in float32, or as it is where it is float64 or complex."""
+    dtype = keras.backend.standardize_dtype(tensor.dtype)
+    wider = dtype == "float64" or dtype.startswith("complex")
+    return tensor if wider else ops.cast(tensor, "float32")
 
 
 def is_sliced(grad: Any) -> bool:

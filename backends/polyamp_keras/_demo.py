@@ -1,13 +1,15 @@
 """The demo in Keras: `compile` and `fit`, on each of Keras' backends in processes of their own.
 
 A process has one Keras backend. So the demo's process starts one for every training, sends it the
-task and reads JSON lines: one per optimizer step, then the result.
+task and reads JSON lines: one per optimizer step, then the result. On a terminal `fit` shows its
+own progress bar, which comes as text between those lines.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import io
 import json
 import math
 import os
@@ -17,11 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, TextIO, cast
 
 import keras
 import numpy as np
@@ -57,6 +59,7 @@ class OnFramework:
     """The demo with Keras on `framework`; see `DemoBackend`."""
 
     framework: str
+    draws = True
 
     def versions(self) -> Mapping[str, str]:
         """Versions of Keras and of the framework under it."""
@@ -98,14 +101,20 @@ class OnFramework:
             )
 
     def train(
-        self, task: Task, policy: Policy, settings: Settings, device: str, on_step: OnStep
+        self,
+        task: Task,
+        policy: Policy,
+        settings: Settings,
+        device: str,
+        on_step: OnStep,
+        terminal: TextIO | None = None,
     ) -> Result:
-        """Train in a process of its own; see `DemoBackend`.
+        """Train in a process of its own; see `DemoBackend`. `fit` draws its bar on `terminal`.
 
         Raises:
             BackendError: that process failed; what it said is in the message.
         """
-        request = pickle.dumps((task, policy, settings))
+        request = pickle.dumps((task, policy, settings, terminal is not None))
         command = [sys.executable, "-P", "-m", "polyamp_keras._demo", "train"]
         environment = fresh_environment(self._environment(device))
         with tempfile.TemporaryFile() as told:
@@ -117,7 +126,7 @@ class OnFramework:
                 env=environment,
             ) as process:
                 try:
-                    result = _follow(process, request, on_step)
+                    result = _follow(process, request, on_step, terminal)
                 except BaseException:
                     process.kill()
                     raise
@@ -145,8 +154,10 @@ class OnFramework:
         return environment
 
 
-def _follow(process: subprocess.Popen[bytes], request: bytes, on_step: OnStep) -> Result | None:
-    """Send the request and tell of every step; the result, None where none came."""
+def _follow(
+    process: subprocess.Popen[bytes], request: bytes, on_step: OnStep, terminal: TextIO | None
+) -> Result | None:
+    """Send the request, tell of every step and show the bar; the result, None where none came."""
     pipes = process.stdin, process.stdout
     if pipes[0] is None or pipes[1] is None:
         return None
@@ -156,7 +167,11 @@ def _follow(process: subprocess.Popen[bytes], request: bytes, on_step: OnStep) -
         found = json.loads(line)
         if isinstance(found, dict):
             return Result(**{**found, "losses": tuple(found["losses"])})
-        on_step(*found)
+        if isinstance(found, str) and terminal is not None:
+            terminal.write(found)
+            terminal.flush()
+        elif isinstance(found, list):
+            on_step(*found)
     return None
 
 
@@ -248,22 +263,44 @@ def optimizer_for(task: Task, settings: Settings) -> keras.optimizers.Optimizer:
     return keras.optimizers.AdamW(beta_2=0.98, weight_decay=1e-2, **common)
 
 
-def train_here(task: Task, policy: Policy, settings: Settings, on_step: OnStep) -> Result:
-    """Train with this process' Keras backend and evaluate; see `DemoBackend`."""
+class Screen(io.TextIOBase):
+    """A terminal somewhere else: what is written here goes to `show`."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+
+    def write(self, text: str) -> int:
+        """Pass the text on."""
+        self._show(text)
+        return len(text)
+
+    def isatty(self) -> bool:
+        """Keras moves its bar in place only on a terminal."""
+        return True
+
+
+def train_here(
+    task: Task, policy: Policy, settings: Settings, on_step: OnStep, screen: TextIO | None = None
+) -> Result:
+    """Train with this process' Keras backend and evaluate; see `DemoBackend`.
+
+    The bar of `fit` goes to `screen`; without one there is none.
+    """
     model = build(task, settings)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = optimizer_for(task, settings)
     amp.compile(model, optimizer, loss, policy=policy, metrics=[BatchLoss(loss)])
     order = task.batches(settings)
     steps = Steps(settings.accumulate, on_step)
-    model.fit(
-        _narrow(task.inputs)[order.ravel()],
-        _narrow(task.targets)[order.ravel()],
-        batch_size=order.shape[2],
-        shuffle=False,
-        verbose=0,
-        callbacks=[steps],
-    )
+    with nullcontext() if screen is None else redirect_stdout(screen):
+        model.fit(
+            _narrow(task.inputs)[order.ravel()],
+            _narrow(task.targets)[order.ravel()],
+            batch_size=order.shape[2],
+            shuffle=False,
+            verbose=0 if screen is None else 1,
+            callbacks=[steps],
+        )
     scaled = isinstance(model.optimizer, amp.LossScaleOptimizer)
     state = model.optimizer.state if scaled else None
     return Result(
@@ -311,9 +348,10 @@ def _main(what: str) -> None:
     def tell(value: Any) -> None:
         print(json.dumps(value), file=out, flush=True)
 
-    task, policy, settings = pickle.load(sys.stdin.buffer)
+    task, policy, settings, shown = pickle.load(sys.stdin.buffer)
+    screen = cast(TextIO, Screen(tell)) if shown else None
     with redirect_stdout(sys.stderr):
-        result = train_here(task, policy, settings, lambda *step: tell(step))
+        result = train_here(task, policy, settings, lambda *step: tell(step), screen)
     tell(dataclasses.asdict(result))
 
 

@@ -53,20 +53,33 @@ def wants_float32_outputs(policy: Policy) -> bool:
     return policy.compute_dtype in LOW and policy.output_dtype == "float32"
 
 
-def dtype_policy(policy: Policy | str) -> keras.DTypePolicy:
+def read_policy(policy: Policy | keras.DTypePolicy | str) -> Policy:
+    """A policy from what users pass: also Keras' own objects, by their names.
+
+    Raises:
+        PolicyError: not a policy, a map, or a quantized one.
+    """
+    given: Any = policy
+    one = isinstance(given, keras.DTypePolicy)
+    if one and not isinstance(given, keras.dtype_policies.DTypePolicyMap):
+        return parse_policy(given.name)
+    return parse_policy(given)
+
+
+def dtype_policy(policy: Policy | keras.DTypePolicy | str) -> keras.DTypePolicy:
     """The Keras policy with the variables and the compute dtype of `policy`.
 
     A Keras layer returns its compute dtype, so `output=float32` of a low-precision policy is lost
     here; `apply_policy` gives a model's last layers a float32 policy for it.
 
     Args:
-        policy: a Policy or any string `Policy.parse` reads.
+        policy: a Policy, any string `Policy.parse` reads, or a Keras policy.
 
     Raises:
         PolicyError: not a policy, or one that Keras cannot express: `master=`, `store=`,
             `accumulate=`, tfloat32, float8, variables other than float32 or the compute dtype.
     """
-    return keras.DTypePolicy(name_of(parse_policy(policy)))
+    return keras.DTypePolicy(name_of(read_policy(policy)))
 
 
 def set_policy(policy: Policy | str | keras.DTypePolicy) -> keras.DTypePolicy:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 from keras import ops
 
 from polyamp._state import Signal
@@ -102,7 +103,10 @@ def _items(sums: Sequence[Any]) -> list[float]:
 
 
 def _stored(grad: Any) -> Any:
-    return wide(ops.convert_to_tensor(grad.values if is_sliced(grad) else grad))
+    values = wide(ops.convert_to_tensor(grad.values if is_sliced(grad) else grad))
+    if not keras.backend.standardize_dtype(values.dtype).startswith("complex"):
+        return values
+    return ops.stack([ops.real(values), ops.imag(values)])
 
 
 def _all_finite(values: Sequence[Any], scale: Any) -> Any:

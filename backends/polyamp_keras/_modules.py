@@ -22,9 +22,9 @@ from typing import Any
 import keras
 
 from polyamp._errors import PolicyError
-from polyamp._policy import Policy, parse_policy
+from polyamp._policy import Policy
 from polyamp._policy_map import PolicyMap
-from polyamp_keras._dtype_policies import LOW, name_of, wants_float32_outputs
+from polyamp_keras._dtype_policies import LOW, name_of, read_policy, wants_float32_outputs
 from polyamp_keras._places import (
     Place,
     family,
@@ -51,7 +51,10 @@ class Applied:
 
 
 def apply_policy(
-    model: Any, policy: Policy | PolicyMap | str, *, float32_outputs: bool | None = None
+    model: Any,
+    policy: Policy | PolicyMap | keras.DTypePolicy | str,
+    *,
+    float32_outputs: bool | None = None,
 ) -> Any:
     """Give every layer of `model` its Keras dtype policy; in place, undone by `remove_policy`.
 
@@ -60,10 +63,11 @@ def apply_policy(
 
     Args:
         model: a Functional, Sequential or subclassed model, or a layer.
-        policy: one for the whole model, or a map of rules. A rule matches a layer's path: names of
-            layers (or of the attributes that hold them), without the model's own, joined by "." or,
-            as Keras does, by "/". `op:softmax` and `op:norm` with float32 put those layers in
-            float32; with a low-precision policy they leave them to their layers' policy.
+        policy: one for the whole model (also one of Keras' own), or a map of rules. A rule matches
+            a layer's path: names of layers (or of the attributes that hold them), without the
+            model's own, joined by "." or, as Keras does, by "/". `op:softmax` and `op:norm` with
+            float32 put those layers in float32; with a low-precision policy they leave them to
+            their layers' policy.
         float32_outputs: put the layers that make the model's outputs in float32 where they would
             compute in float16 or bfloat16. None: where their policy has `output=float32`, unless
             the model is a subclassed one, whose output layers are not known. With `output=float32`
@@ -123,7 +127,10 @@ def to_float32(model: Any) -> Any:
 
 
 def dtype_policy_map(
-    policy_map: PolicyMap | Policy | str, model: Any, *, float32_outputs: bool | None = None
+    policy_map: PolicyMap | Policy | keras.DTypePolicy | str,
+    model: Any,
+    *,
+    float32_outputs: bool | None = None,
 ) -> keras.dtype_policies.DTypePolicyMap:
     """The Keras map that gives the layers of `model` what `apply_policy` would give them.
 
@@ -170,7 +177,7 @@ def _enter(keras_map: Any, path: str, name: str) -> None:
 
 
 def plan_for(
-    model: Any, policy: Policy | PolicyMap | str, float32_outputs: bool | None
+    model: Any, policy: Policy | PolicyMap | keras.DTypePolicy | str, float32_outputs: bool | None
 ) -> tuple[list[Place], dict[Any, Applied]]:
     """Every place in a model, and what to do to each layer that computes in floating point."""
     if not isinstance(model, keras.Layer):
@@ -200,8 +207,8 @@ def plan_for(
     return found, plan
 
 
-def _map_of(policy: Policy | str) -> PolicyMap:
-    return PolicyMap(default=parse_policy(policy))
+def _map_of(policy: Policy | keras.DTypePolicy | str) -> PolicyMap:
+    return PolicyMap(default=read_policy(policy))
 
 
 def _normal(rules: PolicyMap, model: Any) -> PolicyMap:

@@ -156,6 +156,12 @@ def to_numpy(tensor: Any) -> Any:
     return np.asarray(value) if FRAMEWORK == "jax" else value.numpy()
 
 
+def twin(tensor: Any) -> Any:
+    """A torch tensor of its own with the same numbers."""
+    value = ops.convert_to_tensor(tensor)
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
 def cond(flag: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     """`yes()` where the 0-d bool tensor `flag` is true, else `no()`; a Python branch if it can be.
 

@@ -131,3 +131,16 @@ def needs_float32(place: Place) -> bool:
         return isinstance(place.layer, _NORMS_AS_TOLD)
     in_a_model = place.parent is None or isinstance(place.parent.layer, keras.Model)
     return in_a_model and family(place.layer) == "softmax"
+
+
+def computes_in_float16(model: Any) -> bool:
+    """Whether any layer of a model computes in float16, as far as layers and policies tell."""
+    return any(_layer_computes_in_float16(layer) for layer in model._flatten_layers())
+
+
+def _layer_computes_in_float16(layer: Any) -> bool:
+    policy = layer.dtype_policy
+    known = [layer.compute_dtype]
+    if isinstance(policy, keras.dtype_policies.DTypePolicyMap) and not layer.built:
+        known += [entry.compute_dtype for entry in policy.values()]
+    return "float16" in known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from keras import ops
 
 from polyamp_keras._distributed import cross_replica, first_local, replica_context
 from polyamp_keras._ops import FRAMEWORK, cond, number_in, read, select
+from polyamp_keras._places import computes_in_float16
 from polyamp_keras._scaler import LossScaleOptimizer
 
 
@@ -28,16 +30,35 @@ class RestoringStep:
         model: a compiled model. Its own step runs unless its optimizer is a LossScaleOptimizer.
         original: the model's train step.
         restore_seeds: put the states of seed generators back too.
+        watched: warn, once, if the model's present optimizer does not scale the loss and the model
+            has layers in float16 when it comes to train.
     """
 
-    def __init__(self, model: Any, original: Callable[..., Any], restore_seeds: bool) -> None:
+    def __init__(
+        self, model: Any, original: Callable[..., Any], restore_seeds: bool, watched: bool
+    ) -> None:
         self.model, self.original, self.restore_seeds = model, original, restore_seeds
+        self.watched = model.optimizer if watched else None
 
     def __call__(self, *args: Any) -> Any:
         """Keras' `train_step`: (data), on JAX (state, data)."""
         if not isinstance(self.model.optimizer, LossScaleOptimizer):
-            return self.original(*args)
+            result = self.original(*args)
+            self._watch()  # on TensorFlow the first step may have built the model
+            return result
         return self._stateless(*args) if FRAMEWORK == "jax" else self._stateful(*args)
+
+    def _watch(self) -> None:
+        watched, self.watched = self.watched, None
+        if watched is not self.model.optimizer or not computes_in_float16(self.model):
+            return
+        warnings.warn(
+            f"{self.model.name!r} computes in float16, in layers that were not there when"
+            " amp.compile looked at it, and its loss is not scaled: build the model before"
+            ' amp.compile, or ask for scaling with amp.compile(..., rule="keras")',
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _changing(self) -> list[Any]:
         """Variables that a forward pass may change. A frozen layer's weights are not among them."""

@@ -8,16 +8,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 
 from polyamp._errors import BackendError, RuleError, StateError
-from polyamp._interchange import rule_from_dict, rule_to_dict, scaler_from_dict, scaler_to_dict
+from polyamp._interchange import (
+    check_scale,
+    rule_from_dict,
+    rule_to_dict,
+    scaler_from_dict,
+    scaler_to_dict,
+)
 from polyamp._scaling import Rule, Static
 from polyamp._state import ScalerState, raise_on_fault, warn_of_skips, warn_on_skip
 from polyamp_keras import _state
-from polyamp_keras._arguments import check_epsilon, rule_from
+from polyamp_keras._arguments import (
+    check_epsilon,
+    check_gradient_count,
+    check_inner,
+    rule_from,
+)
 from polyamp_keras._cast import unscale, wide
-from polyamp_keras._ops import FRAMEWORK, baked, read, unconverted
+from polyamp_keras._ops import FRAMEWORK, baked, read, twin, unconverted
 from polyamp_keras._stepping import step
 
 _Keras = keras.optimizers.LossScaleOptimizer
@@ -54,6 +66,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
     after every step makes the host wait for it, which costs about 5 % of a small step.
 
     Raises:
+        TypeError: `inner_optimizer` is not an optimizer.
+        BackendError: `inner_optimizer` is a LossScaleOptimizer itself.
         RuleError: a parameter out of range, or both a rule and one of Keras' two numbers.
         ValueError: an argument that belongs to the inner optimizer (as Keras).
     """
@@ -68,6 +82,7 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
         rule: Rule | str | None = None,
         **kwargs: Any,
     ) -> None:
+        check_inner(inner_optimizer)
         chosen = rule_from(rule, initial_scale, dynamic_growth_steps)
         object.__setattr__(self, "_rule", chosen)
         super().__init__(
@@ -75,7 +90,7 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
         )
         self._keras_arguments = rule is None
         self._told = 0
-        self._loss_scaled = self._warned = False
+        self._loss_scaled = self._warned = self._narrow = False
         object.__setattr__(self, "_state", _state.make_variables(self, chosen))
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -85,6 +100,7 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
             PolicyError: the inner optimizer's epsilon is zero in the dtype of a variable.
         """
         check_epsilon(self.inner_optimizer, variables)
+        self._narrow = any(keras.backend.standardize_dtype(v.dtype) == "float16" for v in variables)
         self.inner_optimizer.build(variables)
         super(_Keras, self).build(variables)
 
@@ -264,17 +280,14 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
             if not self.built:
                 with keras.name_scope(self.name):
                     self.build(variables)
+            check_gradient_count(grads, variables, "given with them")
             return variables
         if not self.built:
             raise ValueError(
                 "apply() without variables needs a built optimizer: call"
                 " optimizer.build(model.trainable_variables) first"
             )
-        if len(grads) != len(self._trainable_variables):
-            raise ValueError(
-                f"got {len(grads)} gradients for the {len(self._trainable_variables)} variables"
-                " that the optimizer was built with"
-            )
+        check_gradient_count(grads, self._trainable_variables, "that the optimizer was built with")
         return list(self._trainable_variables)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
@@ -294,8 +307,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
         Its arguments are not changed, on torch neither. Raises as Keras' does.
         """
         if FRAMEWORK == "torch":  # whose optimizers write into the tensors of the scope
-            optimizer_variables = [_twin(v) for v in optimizer_variables]
-            trainable_variables = [_twin(v) for v in trainable_variables]
+            optimizer_variables = [twin(v) for v in optimizer_variables]
+            trainable_variables = [twin(v) for v in trainable_variables]
         result = super(_Keras, self).stateless_apply(
             optimizer_variables, grads, trainable_variables
         )
@@ -311,7 +324,8 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
 
         Raises:
             ValueError: not built (as Keras).
-            StateError: wrong count or shape; nothing is changed.
+            StateError: wrong count or shape, or a scale that is no positive finite number; nothing
+                is changed.
         """
         if not self.built:
             raise ValueError(
@@ -319,18 +333,33 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
                 " optimizer.build(model.trainable_variables) first"
             )
         shapes = [tuple(v.shape) for v in self.variables]
-        found = [tuple(w.shape) for w in weights]
+        found = [tuple(getattr(w, "shape", None) or np.shape(w)) for w in weights]
         if shapes != found:
             raise StateError(
                 f"set_weights(): the shapes must be those of optimizer.variables, {shapes};"
                 f" got {found}"
             )
+        scale = check_scale(float(weights[self._place_of_scale()]), self._rule)
         for variable, weight in zip(self.variables, weights, strict=True):
             variable.assign(weight)
+        self._state.loss_scale.assign(scale)
+
+    def _place_of_scale(self) -> int:
+        return [id(v) for v in self.variables].index(id(self._state.loss_scale))
 
     def load_own_variables(self, store: Any) -> None:
-        """As Keras; skips that were told of before saving are not told again."""
+        """As Keras; skips that were told of before saving are not told again.
+
+        Raises:
+            StateError: the saved scale is no positive finite number (one of 0 is lifted to the
+                rule's floor, with a warning). Nothing is changed.
+        """
+        place, scale = str(self._place_of_scale()), None
+        if len(store.keys()) == len(self.variables):
+            scale = check_scale(float(np.asarray(store[place])), self._rule)
         super().load_own_variables(store)
+        if scale is not None:
+            self._state.loss_scale.assign(scale)
         self._told = self.state.skipped
 
     def get_config(self) -> dict[str, Any]:
@@ -368,8 +397,3 @@ class LossScaleOptimizer(_Keras):  # type: ignore[misc, valid-type]
         _state.write(made._state, state)
         made._told = state.skipped
         return made
-
-
-def _twin(tensor: Any) -> Any:
-    value = ops.convert_to_tensor(tensor)
-    return value.detach().clone().requires_grad_(value.requires_grad)

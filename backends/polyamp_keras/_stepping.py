@@ -18,7 +18,7 @@ from polyamp._scaling import Rule, Transition, bind
 from polyamp._state import ScalerState, Signal
 from polyamp._xp import host
 from polyamp_keras import _state
-from polyamp_keras._cast import unscale, unscale_own
+from polyamp_keras._cast import on_values, unscale, unscale_own
 from polyamp_keras._distributed import cross_replica, first_local, reduce, replica_context
 from polyamp_keras._inspect import inspect, inspect_for, quickly_finite
 from polyamp_keras._ops import FRAMEWORK, cond, traced, xp
@@ -37,7 +37,8 @@ def step(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None
 
 def _on_host(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
     old = _state.numbers(optimizer._state)
-    if not optimizer.rule.wants_amax and quickly_finite(grads, old.loss_scale):
+    easy = not (optimizer.rule.wants_amax or optimizer._narrow)
+    if easy and quickly_finite(grads, old.loss_scale):
         signal = Signal(True)
     else:
         found = _measure(optimizer, grads, variables, old)
@@ -132,6 +133,9 @@ def _measure(
     targets = [v for v, other in zip(variables, others, strict=True) if not other]
     signal = inspect_for(targets, scaled, old.loss_scale, amax=optimizer.rule.wants_amax)
     signal = signal._replace(sub=_share_if_due(optimizer.rule, scaled, old.step))
+    if optimizer._narrow and FRAMEWORK != "tensorflow":
+        fits = _fit(scaled, targets, old.loss_scale)
+        signal = signal._replace(finite=signal.finite & fits)
     if not any(others):
         return signal
     rest = [g for g, other in zip(grads, others, strict=True) if other]
@@ -157,6 +161,18 @@ def _apply(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], scale
             g if t is None else t for g, t in zip(grads, unscale(scaled, 1.0 / scale), strict=True)
         ]
     optimizer.inner_optimizer.apply(true, variables)
+
+
+def _fit(grads: Sequence[Any], variables: Sequence[Any], scale: Any) -> Any:
+    """0-d bool: unscaled gradients of float16 variables are finite in float16."""
+    pairs = zip(grads, variables, strict=True)
+    narrow = [g for g, v in pairs if keras.backend.standardize_dtype(v.dtype) == "float16"]
+
+    def rounded(values: Any) -> Any:
+        return ops.cast(values, "float16")
+
+    true = [None if g is None else on_values(g, rounded) for g in unscale(narrow, 1.0 / scale)]
+    return inspect(true, 1.0).finite
 
 
 def _overwrites(variable: Any) -> bool:

@@ -42,6 +42,9 @@ def parts(
         grads: tensors, `tf.IndexedSlices` or None.
         dtypes: of the variables they belong to; by default those of the unscaled gradients.
         replicas: over how many of them the unscaled gradients will be summed.
+
+    Raises:
+        TypeError: a gradient of integers, which 1 / scale would make 0.
     """
     found = []
     for number, grad in enumerate(grads):
@@ -49,6 +52,8 @@ def parts(
             continue
         sparse = isinstance(grad, tf.IndexedSlices)
         stored = tf.convert_to_tensor(grad.values if sparse else grad)
+        if not (stored.dtype.is_floating or stored.dtype.is_complex):
+            raise TypeError(f"gradients must be floating or complex, got {stored.dtype.name}")
         values = wide(_real(stored))
         reach: Any = float(replicas)
         if dtypes is not None:

@@ -168,8 +168,9 @@ class LossScaler(tf.Module):  # type: ignore[misc]
             The decision: Python numbers in eager mode, 0-d tensors in a graph.
 
         Raises:
-            ValueError: there is no gradient at all.
-            TypeError: `optimizer` cannot apply gradients.
+            ValueError: there is no gradient at all, or `transform` loses one.
+            TypeError: `optimizer` cannot apply gradients, `grads_and_vars` are no pairs, a gradient
+                is not floating, or `transform` returns no list.
             BackendError: `optimizer` scales losses itself, cannot work in a variable's dtype, or
                 the call is not where the strategy in force wants it.
             ScaleFloorError: the rule gave up (eager mode). The scaler stays usable.
@@ -183,7 +184,8 @@ class LossScaler(tf.Module):  # type: ignore[misc]
 
         def update(grads: Sequence[Any], scale: tf.Tensor) -> None:
             ready: Iterable[Any] = self._unscaled(grads, scale)
-            ready = ready if transform is None else transform(list(ready))
+            if transform is not None:
+                ready = _transformed(transform, list(ready))
             optimizer.apply_gradients(list(zip(ready, variables, strict=True)))
 
         replicas = 1 if replica is None else replica.num_replicas_in_sync
@@ -332,15 +334,38 @@ def _pairs(grads_and_vars: Iterable[tuple[Any, Any]]) -> tuple[list[Any], list[A
     """Gradients and variables.
 
     Raises:
+        TypeError: they are no pairs.
         ValueError: there is no gradient.
     """
     pairs = list(grads_and_vars)
+    if any(not isinstance(pair, (tuple, list)) or len(pair) != 2 for pair in pairs):
+        raise TypeError(
+            "apply() takes pairs of gradient and variable: zip(grads, model.trainable_variables)"
+        )
     if all(grad is None for grad, _ in pairs):
         raise ValueError(
             f"apply() got no gradient for any of its {len(pairs)} variables: take them of"
             " scaler.scale(loss), inside the tape"
         )
     return [grad for grad, _ in pairs], [variable for _, variable in pairs]
+
+
+def _transformed(transform: Transform, grads: list[Any]) -> list[Any]:
+    """What `transform` makes of `grads`.
+
+    Raises:
+        TypeError, ValueError: it does not return one gradient, or None, for each.
+    """
+    made: Any = transform(grads)
+    if not isinstance(made, Iterable):
+        raise TypeError(f"transform must return the gradients to apply, got {type(made).__name__}")
+    ready = list(made)
+    if len(ready) != len(grads):
+        raise ValueError(
+            f"transform must return one gradient, or None, for each of the {len(grads)} it gets, in"
+            f" their order; it returned {len(ready)}"
+        )
+    return ready
 
 
 def _check_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:

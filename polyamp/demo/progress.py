@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,8 +21,12 @@ class Progress(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
-    def begin(self, name: str, steps: int) -> None:
-        """The run `name` of `steps` training steps starts."""
+    @property
+    def terminal(self) -> TextIO | None:
+        """Where a framework may draw a bar of its own; None where nobody would see it move."""
+
+    def begin(self, name: str, steps: int, drawn: bool = False) -> None:
+        """The run `name` of `steps` training steps starts; `drawn` by its framework."""
 
     def step(self, step: int, loss: float | None) -> None:
         """Training step 1, 2, ... is done; loss in nats where it is known."""
@@ -55,7 +59,12 @@ class Bar:
             refresh_per_second=4,
         )
         self._task = self._live.add_task("", start=False, run=0, loss="")
-        self._run, self._name = 0, ""
+        self._runs, self._run, self._name, self._drawn = runs, 0, "", False
+
+    @property
+    def terminal(self) -> TextIO | None:
+        """The console's."""
+        return cast(TextIO, self._live.console.file)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -69,9 +78,13 @@ class Bar:
     ) -> None:
         self._live.stop()
 
-    def begin(self, name: str, steps: int) -> None:
-        """Set the bar back to 0."""
-        self._run, self._name = self._run + 1, name
+    def begin(self, name: str, steps: int, drawn: bool = False) -> None:
+        """Set the bar back to 0; where the framework draws, take it away."""
+        self._run, self._name, self._drawn = self._run + 1, name, drawn
+        if drawn:
+            self._live.stop()
+            self._live.console.print(f"{self._run}/{self._runs} {name}", highlight=False)
+            return
         self._live.reset(self._task, total=steps, description=name, run=self._run, loss="")
 
     def step(self, step: int, loss: float | None) -> None:
@@ -82,6 +95,8 @@ class Bar:
 
     def end(self, line: str) -> None:
         """Print the line above the bar."""
+        if self._drawn:
+            self._live.start()
         self._live.console.print(f"{self._name}: {line}", highlight=False, markup=False)
 
 
@@ -92,6 +107,11 @@ class Lines:
         self._console = console
         self._runs = runs
         self._run = 0
+
+    @property
+    def terminal(self) -> None:
+        """None."""
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -104,7 +124,7 @@ class Lines:
     ) -> None:
         pass
 
-    def begin(self, name: str, steps: int) -> None:
+    def begin(self, name: str, steps: int, drawn: bool = False) -> None:
         """Say what starts."""
         self._run += 1
         self._print(f"{self._run}/{self._runs} {name}, {steps} steps")

@@ -187,12 +187,20 @@ def execute(runs: Iterable[Run], progress: Progress) -> Iterator[Row]:
     """Do the runs in order; each row is there as soon as its run is over."""
     reference: dict[tuple[str, str], Result] = {}
     for run in runs:
-        progress.begin(run.name, run.settings.steps)
+        own = {} if progress.terminal is None else {"terminal": progress.terminal}
+        drawn = bool(own) and getattr(run.backend, "draws", False)
+        progress.begin(run.name, run.settings.steps, drawn)
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SkippedStepWarning)  # the table tells
-            result = run.backend.train(
-                run.task, run.policy, run.settings, run.device.name, progress.step
+            train: Any = run.backend.train
+            result = train(
+                run.task,
+                run.policy,
+                run.settings,
+                run.device.name,
+                progress.step,
+                **(own if drawn else {}),
             )
         seconds = time.perf_counter() - start
         key = (run.framework, run.task.name)

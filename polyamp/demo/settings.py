@@ -117,7 +117,9 @@ class Result:
 class DemoBackend(Protocol):
     """What the module `<backend>._demo` has to offer; functions of a module will do.
 
-    Or it has a function `variants()`, which gives several such objects by label.
+    Or it has a function `variants()`, which gives several such objects by label. One with a true
+    attribute `draws` shows its framework's own progress bar: where there is a terminal, `train`
+    gets it as the keyword `terminal`, a text stream that nothing else writes to meanwhile.
     """
 
     def versions(self) -> Mapping[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import math
 from dataclasses import replace
@@ -150,6 +151,22 @@ def test_a_training_elsewhere_is_the_same() -> None:
     )
     assert away.metric == pytest.approx(here.metric, abs=0.02)
     assert repr(seen) == repr([(1, away.losses[0]), (2, away.losses[1])])
+
+
+@pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
+def test_fit_draws_its_own_bar_on_a_terminal() -> None:
+    screen, seen = io.StringIO(), list[Any]()
+    _demo.OnFramework(FRAMEWORK).train(
+        task_of("text"),
+        Policy.parse("float32"),
+        replace(TEXT, steps=2),
+        "cpu",
+        lambda *step: seen.append(step),
+        screen,
+    )
+    assert len(seen) == 2
+    assert "4/4" in screen.getvalue()
+    assert "batch_loss: " in screen.getvalue()
 
 
 def test_a_training_that_fails_says_why() -> None:

@@ -74,3 +74,22 @@ except polyamp.BackendError as error:
 def test_a_keras_backend_that_does_not_train_is_refused() -> None:
     told = _python("import polyamp.keras", KERAS_BACKEND="numpy")
     assert "BackendError: Keras runs on 'numpy' here, which does not train" in told
+
+
+@pytest.mark.parametrize("framework", ["tensorflow", "jax", "torch"])
+def test_keras_own_tests_pass_on_our_classes(framework: str) -> None:
+    keras = importlib.util.find_spec("keras")
+    if keras is None or importlib.util.find_spec(framework) is None:
+        pytest.skip(f"needs keras and {framework}")
+    package = Path(keras.origin or "").parent
+    if not (package / "src" / "optimizers" / "loss_scale_optimizer_test.py").is_file():
+        pytest.skip("this keras comes without its tests; name a checkout to upstream_keras.py")
+    done = subprocess.run(
+        [sys.executable, "-P", str(HERE / "upstream_keras.py"), "--framework", framework],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    for made in ("LossScaleOptimizer", "DTypePolicy", "DTypePolicyMap"):
+        assert f"'{made}': " in done.stdout

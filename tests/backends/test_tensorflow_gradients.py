@@ -128,9 +128,26 @@ class TestGradients:
     def test_a_transform_that_loses_one(self):
         weights, scaler = tf.Variable([0.0]), amp.LossScaler("keras")
         step = linear_step(scaler, weights, transform=lambda grads: grads[:-1])
-        with pytest.raises(ValueError, match="longer"):
+        with pytest.raises(
+            ValueError, match="each of the 1 it gets, in their order; it returned 0"
+        ):
             step(vector(1.0))
         assert scaler.state == scaler.rule.init()
+
+    def test_a_transform_that_returns_nothing(self):
+        weights, scaler = tf.Variable([0.0]), amp.LossScaler("keras")
+        step = linear_step(scaler, weights, transform=lambda grads: None)
+        with pytest.raises(TypeError, match="got NoneType"):
+            step(vector(1.0))
+        assert (numbers(weights), scaler.state) == ([0.0], scaler.rule.init())
+
+    def test_no_pairs_and_no_floats(self):
+        weights, scaler = tf.Variable([1]), amp.LossScaler("keras")
+        with pytest.raises(TypeError, match="pairs of gradient and variable"):
+            scaler.apply(Descent(), [vector(1.0)])
+        with pytest.raises(TypeError, match="must be floating or complex, got int32"):
+            scaler.apply(Descent(), [(tf.constant([2**16]), weights)])
+        assert (numbers(weights), scaler.state) == ([1], scaler.rule.init())
 
 
 class TestScale:
