@@ -13,7 +13,7 @@ from polyamp._errors import PolyampError
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    from polyamp import bench, demo
+    from polyamp import bench, demo, verify
 
     top = argparse.ArgumentParser(
         prog="polyamp", description="Mixed precision that says what it does."
@@ -23,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     for name, module, text in (
         ("demo", demo, "train real models in fp32, fp16 and bf16 and compare"),
         ("bench", bench, "measure polyamp beside what it replaces"),
+        ("verify", verify, "compare every framework on this machine with the core, bit for bit"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
         module.add_arguments(command)

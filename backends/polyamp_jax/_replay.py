@@ -37,7 +37,7 @@ def replay(rule: Rule, sequences: Sequence[Signals], mode: str, device: str) -> 
 
 
 def looped(advance: Any, mode: str) -> Callable[[Any, Any], Any]:
-    """`advance(carry, x) -> (carry, y)` over the leading axis of a pytree; gives the ys, stacked."""
+    """`advance(carry, x) -> (carry, y)` over the leading axis of a pytree: the ys, stacked."""
     if mode == "scan":
         return jax.jit(lambda carry, xs: jax.lax.scan(advance, carry, xs)[1])
     one = jax.jit(advance) if mode == "jit" else advance
@@ -56,5 +56,5 @@ def looped(advance: Any, mode: str) -> Callable[[Any, Any], Any]:
 def _columns(signals: Signals) -> list[Any]:
     columns = [jnp.asarray(signals.finite, bool), jnp.asarray(signals.loss_finite, bool)]
     if signals.amax is not None:
-        columns.append(jnp.asarray(np.float32(signals.amax)))
+        columns.append(jnp.asarray(signals.amax, jnp.float32))
     return columns

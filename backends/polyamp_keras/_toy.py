@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -48,7 +48,7 @@ def _stepper(training: Training, optimizer: Any, weights: list[Any]) -> Callable
 
         optimizer.apply(_gradients(scaled, weights), weights)
 
-    return step if compiles_loss else function(step, training.mode)  # type: ignore[no-any-return]
+    return step if compiles_loss else function(step, training.mode)
 
 
 def _jitted(training: Training, optimizer: Any, weights: list[Any]) -> Callable[[Any], None]:
@@ -78,7 +78,7 @@ def _compiled_by_torch() -> Any:
     return torch.compile(_loss, fullgraph=True, dynamic=False)
 
 
-def _float32_as_it_is() -> AbstractContextManager[Any]:
+def _float32_as_it_is() -> Any:
     """No TensorFloat-32 in the place of float32 inside."""
     if FRAMEWORK == "jax":
         import jax

@@ -41,7 +41,8 @@ def _driven(rule: Rule, columns: Sequence[tf.Tensor]) -> ScalerState:
     for row in zip(*(tf.unstack(column) for column in columns), strict=True):
         state = step(state, Signal(*row))
         states.append(state)
-    return tf.nest.map_structure(lambda *values: tf.stack(values), *states)
+    rows: ScalerState = tf.nest.map_structure(lambda *values: tf.stack(values), *states)
+    return rows
 
 
 def _looped(rule: Rule, columns: Sequence[tf.Tensor]) -> ScalerState:
@@ -61,7 +62,8 @@ def _looped(rule: Rule, columns: Sequence[tf.Tensor]) -> ScalerState:
     ]
     loop = (tf.constant(0), start, room)
     _, _, kept = tf.while_loop(more, body, loop, maximum_iterations=steps)
-    return tf.nest.pack_sequence_as(start, [array.stack() for array in kept])
+    rows: ScalerState = tf.nest.pack_sequence_as(start, [array.stack() for array in kept])
+    return rows
 
 
 def _columns(signals: Signals) -> list[tf.Tensor]:

@@ -39,9 +39,7 @@ def replay_with(
         return [_stacked(list(_states(step, rule.init(xp), s, device))) for s in sequences]
 
 
-def _states(
-    step: Any, state: ScalerState, signals: Signals, device: str
-) -> Iterator[ScalerState]:
+def _states(step: Any, state: ScalerState, signals: Signals, device: str) -> Iterator[ScalerState]:
     for signal in zip(*_columns(signals, device), strict=True):
         state = step(state, Signal(*signal))
         yield state

@@ -60,10 +60,11 @@ def _loss(
         x, first, second = cast([x, *weights], dtype)
         out = torch.relu(x @ first) @ second
     wide = out.float()
-    return (wide * target).sum() + (wide * root + shift).sqrt().sum()
+    loss: Tensor = (wide * target).sum() + (wide * root + shift).sqrt().sum()
+    return loss
 
 
-def _convolved(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _convolved(x: Tensor, first: Tensor, second: Tensor) -> Any:
     """The network as convolutions: the samples are the pixels of an image in channels_last."""
     last = torch.channels_last
     image = x.T.reshape(1, x.shape[1], 2, -1).contiguous(memory_format=last)

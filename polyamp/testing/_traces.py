@@ -144,7 +144,9 @@ def first_difference(
         steps = np.flatnonzero(unequal.reshape(len(right), -1).any(axis=1))
         if steps.size:
             at = int(steps[0])
-            found.append(Difference(at + 1, name, repr(right[at].tolist()), repr(have[at].tolist())))
+            found.append(
+                Difference(at + 1, name, repr(right[at].tolist()), repr(have[at].tolist()))
+            )
     return min(found, key=lambda difference: difference.step, default=None)
 
 

@@ -82,7 +82,7 @@ def array_batch(target: Any, bad: int | None = None) -> Batch:
 
 
 def kinds_for(rule: Rule, steps: int, seed: int = 0) -> list[str]:
-    """What each batch is to be: "clean", "overflow" (in the gradient alone) or "lost" (in the loss).
+    """What each batch is to be: "clean", "overflow" (of the gradient alone) or "lost" (the loss).
 
     Begins with a clean one; leaves out what would make the rule give up.
     """
@@ -107,22 +107,26 @@ def network(rule: Rule, kinds: Sequence[str], seed: int = 0, **more: Any) -> Tra
 
     Gradients are about 16 / rule.init_scale, so that float16 holds them scaled.
     """
-    import numpy as np
-
     dice = random.Random(seed)
     size = 16.0 / rule.init_scale
     exact = rule.wants_amax and more.get("dtype", "float32") != "float32"
-    weights = [np.diag(np.float32([1.0, 2.0, 1.0, 0.5])), np.diag(np.float32([1, -1, 0.5, 2]))]
+    weights = [_diagonal([1.0, 2.0, 1.0, 0.5]), _diagonal([1.0, -1.0, 0.5, 2.0])]
     batches = [_batch(kind, size, dice) for kind in kinds]
     rate = 0.0 if exact else 1.0 / (16.0 * size)
     return Training(rule, weights, batches, **{"learning_rate": rate, **more})
+
+
+def _diagonal(values: Sequence[float]) -> Array:
+    import numpy as np
+
+    return np.diag(np.asarray(values, np.float32))
 
 
 def _batch(kind: str, size: float, dice: random.Random) -> Batch:
     import numpy as np
 
     def row(values: Sequence[float]) -> Array:
-        return np.diag(np.float32([dice.choice(values) for _ in range(SIZE)]))
+        return _diagonal([dice.choice(values) for _ in range(SIZE)])
 
     x, target = row([0.5, 1.0]), row([-size, size, size / 2, size / 4])
     shift = np.ones((SIZE, SIZE), np.float32)
@@ -134,9 +138,7 @@ def _batch(kind: str, size: float, dice: random.Random) -> Batch:
     return Batch(x, target, np.zeros_like(shift), shift)
 
 
-def gradients(
-    weights: Sequence[Any], batch: Batch, scale: float
-) -> tuple[Any, list[Any]]:
+def gradients(weights: Sequence[Any], batch: Batch, scale: float) -> tuple[Any, list[Any]]:
     """The loss, and the gradients of `scale` times it, in numpy float32."""
     import numpy as np
 
@@ -208,10 +210,10 @@ def training_difference(got: Sequence[Row], training: Training) -> Difference | 
         different = first_difference(states, [state for _, state in want])
         results.append((math.inf if different is None else different.step, different, want))
     _, different, want = max(results, key=lambda result: result[0])
-    return different or _weights_difference(got, want, training)
+    return different or _first_wrong_weights(got, want, training)
 
 
-def _weights_difference(
+def _first_wrong_weights(
     got: Sequence[Row], want: Sequence[Row], training: Training
 ) -> Difference | None:
     scales = [training.rule.init_scale, *(state.loss_scale for _, state in want)]
@@ -219,14 +221,23 @@ def _weights_difference(
     exact = exact and all(math.frexp(scale)[0] == 0.5 for scale in scales)
     before: Sequence[Any] = training.weights
     for number, ((found, _), (right, state)) in enumerate(zip(got, want, strict=True), start=1):
-        if exact and not _equal(found, right):
-            return Difference(number, "weights", _shown(right), _shown(found))
-        if state.skipped_in_a_row and not _equal(found, before):
-            return Difference(number, "weights", f"{_shown(before)} (skipped)", _shown(found))
-        if not state.skipped_in_a_row and training.learning_rate and _equal(found, before):
+        skipped = state.skipped_in_a_row > 0
+        wrong = weights_difference(found, right, number) if exact else None
+        if skipped and wrong is None:
+            wrong = weights_difference(found, before, number)
+        if wrong:
+            return wrong
+        if not skipped and training.learning_rate and _equal(found, before):
             return Difference(number, "weights", "changed (applied)", "unchanged")
+        if not _finite(found):
+            return Difference(number, "weights", "finite", _shown(found))
         before = found
     return None
+
+
+def weights_difference(got: Sequence[Any], want: Sequence[Any], step: int) -> Difference | None:
+    """The difference between two lists of weights after a step, bit for bit."""
+    return None if _equal(got, want) else Difference(step, "weights", _shown(want), _shown(got))
 
 
 def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
@@ -238,3 +249,9 @@ def _shown(weights: Sequence[Any]) -> str:
 
     values = np.concatenate([np.asarray(w)[np.asarray(w) != 0].ravel() for w in weights])
     return f"{values[:8].tolist()}"
+
+
+def _finite(weights: Sequence[Any]) -> bool:
+    import numpy as np
+
+    return all(bool(np.isfinite(w).all()) for w in weights)
