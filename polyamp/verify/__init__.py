@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="such as torch or keras; may be repeated (default: every one that is installed)",
     )
     parser.add_argument(
-        "--all", action="store_true", help="a line for every rule, not only for those that differ"
+        "--all",
+        action="store_true",
+        help="a line for every check and rule, not only for those that differ",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of the table"
@@ -62,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             f"--random must be 1 or more and --seed 0 or more, got {steps} and {args.seed}"
         )
     workers = runner.workers(args.backend)
+    if args.html:
+        page.check(args.html)
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

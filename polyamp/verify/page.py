@@ -24,16 +24,21 @@ td.steps { text-align: right; font-variant-numeric: tabular-nums }
 """
 
 
-def write(file: str, found: Verification) -> None:
-    """Write the page to `file`.
+def check(file: str) -> None:
+    """Refuse a `file` that cannot be written, before anything is run.
 
     Raises:
-        PolyampError: the file cannot be written.
+        PolyampError: the folder is missing, or the file cannot be opened for writing.
     """
     try:
-        Path(file).write_text(page(found), encoding="utf-8")
+        Path(file).open("a", encoding="utf-8").close()
     except OSError as error:
         raise PolyampError(f"cannot write --html {file}: {error}") from error
+
+
+def write(file: str, found: Verification) -> None:
+    """Write the page to `file`."""
+    Path(file).write_text(page(found), encoding="utf-8")
 
 
 def page(found: Verification) -> str:

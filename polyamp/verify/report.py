@@ -15,25 +15,40 @@ _NUMBER = HEADERS.index("steps")
 Line = tuple[str, ...]
 
 
+_ALONE = {"golden traces", "random signals"}
+"""Checks of the transition alone; the others are of training steps."""
+
+
 def lines(rows: Sequence[Row], *, every: bool = False) -> list[tuple[Line, bool]]:
     """The lines of the table, each with whether it is fine.
 
-    Rows that are identical share a line for all their rules, unless `every` row is to have its own.
+    Rows that are identical share a line for each backend, device and mode, one of transitions and
+    one of training steps, unless `every` row is to have its own.
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        key = (row.backend, row.device, row.mode, row.check)
-        groups.setdefault((*key, row.rule) if every or not row.ok else key, []).append(row)
+        key: tuple[str, ...] = (row.backend, row.device, row.mode, _kind(row))
+        key = (*key, row.check, row.rule) if every or not row.ok else key
+        groups.setdefault(key, []).append(row)
     return [(_line(group), group[0].ok) for group in groups.values()]
 
 
+def _kind(row: Row) -> str:
+    return "transition" if row.check in _ALONE else "training"
+
+
 def _line(group: Sequence[Row]) -> Line:
-    row = group[0]
-    rule = row.rule if len(group) == 1 else f"{len(group)} rules"
-    if row.check == "golden traces" and len(group) > 1:
-        rule = f"{len(group)} systems"
-    steps = f"{sum(r.steps for r in group):,}"
-    return (row.backend, row.device, row.mode, row.check, rule, steps, result(row))
+    row, rules = group[0], len({r.rule for r in group})
+    several = len({r.check for r in group}) > 1
+    return (
+        row.backend,
+        row.device,
+        row.mode,
+        _kind(row) if several else row.check,
+        row.rule if rules == 1 else f"{rules} rules",
+        f"{sum(r.steps for r in group):,}",
+        result(row),
+    )
 
 
 def result(row: Row) -> str:

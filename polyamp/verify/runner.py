@@ -24,6 +24,8 @@ from polyamp.testing._conformance import HandOver, Plan, Row
 
 KERAS = ("tensorflow", "jax", "torch")
 """What Keras runs on."""
+FRAMEWORKS = ("keras", *KERAS)
+"""polyamp's own backends, which are called as the framework they need."""
 
 
 class Worker(NamedTuple):
@@ -100,12 +102,11 @@ def workers(chosen: Sequence[str] | None = None) -> list[Worker]:
 
 
 def _workers_of(name: str, *, asked: bool) -> list[Worker]:
-    needed = name if name in polyamp_frameworks() else None
-    if needed and importlib.util.find_spec(needed) is None:
+    if name in FRAMEWORKS and importlib.util.find_spec(name) is None:
         if asked:
             raise BackendError(
-                f"backend {name!r} needs {needed}, which is not installed; for polyamp's own"
-                f" backends: pip install 'polyamp[{name}]'"
+                f"backend {name!r} needs {name}, which is not installed: pip install"
+                f" 'polyamp[{name}]'"
             )
         return []
     if name != "keras":
@@ -114,11 +115,6 @@ def _workers_of(name: str, *, asked: bool) -> list[Worker]:
     wanted = os.environ.get("KERAS_BACKEND")
     frameworks = [f for f in KERAS if importlib.util.find_spec(f) and wanted in (None, f)]
     return [Worker(name, f"keras ({f})", {"KERAS_BACKEND": f}) for f in frameworks]
-
-
-def polyamp_frameworks() -> set[str]:
-    """The backends that are called as the framework they need."""
-    return {"torch", "jax", "tensorflow", "keras"}
 
 
 def verify(
@@ -171,5 +167,6 @@ def _result(
 
 
 def _last_words(error: BackendError) -> str:
-    """The process's last line, which says most."""
-    return str(error).strip().splitlines()[-1][:500]
+    """How the process ended, and its last line, which says most."""
+    first, *rest = str(error).strip().splitlines()
+    return " ".join([first, *rest[-1:]])[:500]
