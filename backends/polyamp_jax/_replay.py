@@ -48,7 +48,7 @@ def looped(advance: Any, mode: str) -> Callable[[Any, Any], Any]:
         for row in zip(*(list(leaf) for leaf in leaves), strict=True):
             carry, y = one(carry, jax.tree.unflatten(treedef, row))
             rows.append(y)
-        return jax.tree.map(lambda *ys: jnp.stack(ys), *rows)
+        return jax.tree.map(lambda *ys: np.stack(ys), *jax.device_get(rows))
 
     return over
 

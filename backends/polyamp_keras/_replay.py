@@ -47,20 +47,19 @@ def replay(rule: Rule, sequences: Sequence[Signals], mode: str, device: str) -> 
         with keras.device(device):
             return replay_with(xp, rule, sequences, mode, device)
     with keras.device(device):
-        run = _driven if mode == "eager" else _scanned
-        over = function(lambda columns: run(rule, columns), mode)
-        found = [over(_columns(signals)) for signals in sequences]
+        if mode == "eager":
+            return [_driven(rule, _columns(signals)) for signals in sequences]
+        over = function(lambda columns: _scanned(rule, columns), mode)
+        found = [over([ops.convert_to_tensor(c) for c in _columns(s)]) for s in sequences]
         return [keras.tree.map_structure(to_numpy, states) for states in found]
 
 
 def _driven(rule: Rule, columns: Sequence[Any]) -> ScalerState:
-    step, state, states = bind(rule, xp), rule.init(xp), []
-    for row in zip(*(ops.unstack(column) for column in columns), strict=True):
-        state = step(state, Signal(*row))
-        states.append(state)
-    *head, memory = zip(*states, strict=True)
-    kept = tuple(ops.stack(values) for values in zip(*memory, strict=True))
-    return ScalerState._make([*(ops.stack(values) for values in head), kept])
+    step, state, rows = bind(rule, xp), rule.init(xp), []
+    for row in zip(*columns, strict=True):
+        state = step(state, Signal(*(ops.convert_to_tensor(value) for value in row)))
+        rows.append([to_numpy(value) for value in (*state[:-1], *state.memory)])
+    return _state([np.stack(values) for values in zip(*rows, strict=True)])
 
 
 def _scanned(rule: Rule, columns: Sequence[Any]) -> ScalerState:
@@ -84,4 +83,4 @@ def _columns(signals: Signals) -> list[Any]:
     columns = [np.asarray(signals.finite), np.asarray(signals.loss_finite)]
     if signals.amax is not None:
         columns.append(np.asarray(signals.amax, np.float32))
-    return [ops.convert_to_tensor(column) for column in columns]
+    return columns
