@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -14,6 +14,8 @@ from polyamp._state import ScalerState, Signal
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+    from polyamp.testing import Signals, Training
 
 GROUP = "polyamp.backends"
 """Entry-point group in which a distribution announces its backend module."""
@@ -66,12 +68,28 @@ class Backend(Protocol):
         """Names of the usable devices, e.g. ["cpu", "cuda"]."""
 
     @property
-    def toy_step(self) -> Callable[[Any, Any, Rule, ScalerState | None], tuple[Any, ScalerState]]:
-        """`toy_step(weights, batch, rule, state) -> (weights, state)`, for the contract.
+    def modes(self) -> Callable[[str], Iterable[str]]:
+        """`modes(kind) -> names` of the ways in which the backend runs, "eager" first.
 
-        One real training step through the backend's public API: loss = sum(weights * batch), SGD
-        with learning rate 1, `weights` and `batch` 1-d float32 numpy arrays, `state` in Python
-        numbers (None: fresh). The gradient is `batch`, so a batch with an infinity overflows.
+        `kind` is "transition" (of `replay`) or "training" (of `toy_train`); the others are its
+        compilers, such as ["eager", "jit", "scan"].
+        """
+
+    @property
+    def replay(self) -> Callable[[Rule, Sequence[Signals], str, str], list[ScalerState]]:
+        """`replay(rule, sequences, mode, device) -> states`, for the contract.
+
+        Each sequence of signals, all of one length T, through `bind(rule, xp)` from a fresh state:
+        one state a sequence, of numpy arrays [T] with the values after each step, as they came
+        (f32 and i32). Compiled modes had best loop inside the graph.
+        """
+
+    @property
+    def toy_train(self) -> Callable[[Training], list[tuple[list[Any], ScalerState]]]:
+        """`toy_train(training) -> [(weights, state)]` after each step, for the contract.
+
+        Real training steps through the backend's public API on one optimizer, as the
+        `polyamp.testing.Training` says; weights as numpy float32, the state in Python numbers.
         """
 
 

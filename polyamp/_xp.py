@@ -77,22 +77,14 @@ class Namespace(Protocol):
     def as_f32(self, a: Any, /) -> Any:
         """An i32 as f32."""
 
-    def arange(self, count: int, /) -> Any:
-        """i32 array 0 .. count - 1 (histories only)."""
-
-    def max(self, a: Any, /) -> Any:
-        """Largest entry of a 1-d array as a 0-d value (histories only)."""
-
 
 class _Host:
-    """`Namespace` for Python's own float, int and bool; an array is a tuple."""
+    """`Namespace` for Python's own float, int and bool."""
 
     def c(self, value: float, kind: Kind) -> float | int:
         return f32(value) if kind == "f32" else int(value)
 
     def where(self, condition: bool, yes: Any, no: Any) -> Any:
-        if isinstance(condition, tuple):
-            return tuple(self.where(*three) for three in zip(condition, yes, no, strict=True))
         return yes if condition else no
 
     def minimum(self, a: Any, b: Any) -> Any:
@@ -127,12 +119,6 @@ class _Host:
 
     def as_f32(self, a: int) -> float:
         return f32(float(a))
-
-    def arange(self, count: int) -> tuple[int, ...]:
-        return tuple(range(count))
-
-    def max(self, a: tuple[Any, ...]) -> Any:
-        return max(a)
 
 
 host: Namespace = _Host()

@@ -1,4 +1,4 @@
-"""The `polyamp` command: demo, bench, convert, simulate and formats."""
+"""The `polyamp` command: demo, bench, convert, simulate, verify and formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyamp._errors import PolyampError
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
-    from polyamp import bench, convert, demo, simulate
+    from polyamp import bench, convert, demo, simulate, verify
 
     top = argparse.ArgumentParser(
         prog="polyamp", description="Mixed precision that says what it does."
@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         ("bench", bench, "measure polyamp beside what it replaces"),
         ("convert", convert, "carry a loss scaler from one library to another"),
         ("simulate", simulate, "replay a trace through scaling rules, side by side"),
+        ("verify", verify, "compare every framework on this machine with the core, bit for bit"),
     ):
         command = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
         module.add_arguments(command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import polyamp_toy
 import pytest
 
 import polyamp
-from polyamp.testing import BackendContract
+from polyamp.testing import BackendContract, Training
 
 Convert = Callable[[Any], Any]
 
@@ -96,10 +96,10 @@ def broken_xp(**functions: Any) -> TestToy:
     return broken(xp=type("Broken", (polyamp_toy.Ops,), functions)())
 
 
-def failing(contract: BackendContract) -> set[str]:
-    """The names of the checks that fail."""
+def failing(contract: BackendContract, checks: Iterable[str] = CHECKS) -> set[str]:
+    """The names of those `checks` that fail."""
     failed = set()
-    for name in CHECKS:
+    for name in checks:
         try:
             getattr(contract, name)()
         except Exception:
@@ -129,38 +129,86 @@ def _half_unscale(grads: Any, inverse: Any) -> Any:
     return [None if g is None else g * g.dtype.type(inverse) for g in grads]
 
 
-def _new_scale_step(weights: Any, batch: Any, rule: Any, state: Any = None) -> Any:
+Step = Callable[[Any, Any], Any]
+
+
+def _each(change: Step) -> Any:
+    """A toy_train of single steps, each of which `change(training, number)` may alter."""
+
+    def train(training: Training) -> list[Any]:
+        rows: list[Any] = []
+        for number, batch in enumerate(training.batches):
+            one = training._replace(batches=[batch])
+            if rows:
+                one = one._replace(weights=rows[-1][0], state=rows[-1][1])
+            rows += change(one, number)
+        return rows
+
+    return train
+
+
+def _new_scale(one: Training, number: int) -> Any:
     """Unscales with the scale of the next step."""
-    old = rule.init() if state is None else state
-    after, new = polyamp_toy.toy_step(weights, batch, rule, state)
-    return weights + (after - weights) * np.float32(old.loss_scale / new.loss_scale), new
+    old = one.rule.init() if one.state is None else one.state
+    ((after, new),) = polyamp_toy.toy_train(one)
+    factor = np.float32(old.loss_scale / new.loss_scale)
+    return [([w + (a - w) * factor for a, w in zip(after, one.weights, strict=True)], new)]
 
 
-def _secretive_step() -> Any:
+def _forgetful(one: Training, number: int) -> Any:
+    """Starts each step from a fresh state."""
+    return polyamp_toy.toy_train(one._replace(state=None))
+
+
+def _stepping_on_skips(one: Training, number: int) -> Any:
+    ((after, new),) = polyamp_toy.toy_train(one)
+    return [([w - 1 for w in one.weights] if new.skipped_in_a_row else after, new)]
+
+
+def _touched_moments(training: Training) -> Any:
+    """After a skip, weights move by other moments than they should."""
+    rows: list[Any] = []
+    for weights, state in polyamp_toy.toy_train(training):
+        rows.append(
+            (
+                [
+                    w if state.skipped_in_a_row else w * np.float32(1 + state.skipped)
+                    for w in weights
+                ],
+                state,
+            )
+        )
+    return rows
+
+
+def _secretive() -> Any:
     """Keeps something of its own beside weights and state."""
     calls = [0]
 
-    def step(weights: Any, batch: Any, rule: Any, state: Any = None) -> Any:
+    def train(training: Training) -> Any:
         calls[0] += 1
-        after, new = polyamp_toy.toy_step(weights, batch, rule, state)
-        return after * np.float32(0.5 ** (calls[0] % 3)), new
+        rows = polyamp_toy.toy_train(training)
+        return [([w * np.float32(0.5 ** (calls[0] % 3)) for w in ws], s) for ws, s in rows]
 
-    return step
-
-
-def _forgetful_step(weights: Any, batch: Any, rule: Any, state: Any = None) -> Any:
-    """Starts each step from a fresh state."""
-    return polyamp_toy.toy_step(weights, batch, rule, None)
+    return train
 
 
-def _stepping_on_skips(weights: Any, batch: Any, rule: Any, state: Any = None) -> Any:
-    after, new = polyamp_toy.toy_step(weights, batch, rule, state)
-    return (weights - 1 if new.skipped_in_a_row else after), new
+def _replay_at(step: int, **changes: Any) -> Any:
+    """A replay that is wrong at one step."""
+
+    def replay(*args: Any) -> Any:
+        found = polyamp_toy.replay(*args)
+        for state in found:
+            for name, by in changes.items():
+                getattr(state, name)[step:] += by
+        return found
+
+    return replay
 
 
 def test_the_toy_passes_everything_that_is_broken_below() -> None:
     assert failing(TestToy()) == set()
-    assert len(CHECKS) == 29
+    assert len(CHECKS) == 37
 
 
 @pytest.mark.parametrize(
@@ -182,8 +230,8 @@ def test_the_toy_passes_everything_that_is_broken_below() -> None:
             "bits_and_shifts",
         ),
         (
-            broken_xp(arange=lambda self, count: np.arange(count)),
-            "integers_as_f32_ranges_and_largest",
+            broken_xp(as_f32=lambda self, a: np.asarray(a).astype(np.float64)),
+            "integers_as_f32",
         ),
         (broken(inspect=_norm_inspect), "inspect_needs_no_norm"),
         (broken(inspect=_only_scaled), "inspect_judges_the_unscaled_value_in_f32"),
@@ -201,24 +249,37 @@ def test_the_toy_passes_everything_that_is_broken_below() -> None:
             broken(compiled=lambda fn: lambda state, signal: state),
             "compiled_transitions_equal_the_host",
         ),
-        (broken(toy_step=_new_scale_step), "toy_step_unscales_with_the_scale_that_was_used"),
-        (broken(toy_step=_forgetful_step), "toy_step_decides_as_the_host"),
-        (broken(toy_step=_secretive_step()), "toy_step_goes_on_from_a_saved_state"),
+        (broken(replay=_replay_at(9, clean=1)), "golden_traces"),
+        (broken(replay=_replay_at(999, loss_scale=1)), "random_signals"),
+        (broken(replay=lambda *args: [s * 1.0 for s in args]), "random_signals"),
+        (broken(modes=lambda kind: ["jit"]), "modes_begin_with_eager"),
+        (broken(toy_train=_each(_new_scale)), "training_unscales_with_the_scale_that_was_used"),
+        (broken(toy_train=_each(_new_scale)), "unscaling_is_exact_in_training"),
+        (broken(toy_train=_each(_forgetful)), "training_decides_as_the_host"),
+        (broken(toy_train=_each(_forgetful)), "trainings_that_overflow_by_their_data"),
+        (broken(toy_train=_secretive()), "training_goes_on_from_a_saved_state"),
+        (broken(toy_train=_secretive()), "training_resumes_after_any_step"),
+        (broken(toy_train=_secretive()), "training_is_handed_over"),
         (
-            broken(toy_step=_stepping_on_skips),
-            "toy_step_skips_as_if_the_batch_had_never_been_seen",
+            broken(toy_train=_each(_stepping_on_skips)),
+            "training_skips_as_if_the_batch_had_never_been_seen",
         ),
+        (
+            broken(toy_train=_each(_stepping_on_skips)),
+            "one_nan_in_a_large_gradient_is_seen_in_training",
+        ),
+        (broken(toy_train=_touched_moments), "skips_leave_no_trace_in_the_moments"),
         (broken(devices=lambda: [0]), "name_and_devices"),
     ],
 )
 def test_the_contract_catches(contract: BackendContract, check: str) -> None:
-    assert check in failing(contract)
+    assert failing(contract, [f"test_{check}"]) == {check}
 
 
 def test_the_contract_names_missing_members() -> None:
     contract = TestToy()
     contract.backend = SimpleNamespace(NAME="half", xp=polyamp_toy.xp)  # type: ignore[assignment]
-    with pytest.raises(AssertionError, match=r"lacks.*'inspect', 'unscale'.*'toy_step'"):
+    with pytest.raises(AssertionError, match=r"lacks.*'inspect', 'unscale'.*'toy_train'"):
         contract.test_has_every_member()
 
 

@@ -27,7 +27,9 @@ MEMBERS = [
     "reduce",
     "compiled",
     "devices",
-    "toy_step",
+    "modes",
+    "replay",
+    "toy_train",
 ]
 
 Announce = Callable[..., None]
@@ -156,7 +158,9 @@ def test_a_stale_announcement_raises_the_import_error(announce: Announce) -> Non
 def test_a_module_that_lacks_members_is_named_with_them(announce: Announce) -> None:
     source = "NAME = 'half'\nxp = inspect = unscale = select = cast = reduce = None\n"
     announce("half", {"half": "half_module"}, half_module=source)
-    with pytest.raises(BackendError, match=r"'half' .half_module. lacks compiled, devices, toy_s"):
+    with pytest.raises(
+        BackendError, match=r"'half' .half_module. lacks compiled, devices, modes, r"
+    ):
         polyamp.backend("half")
 
 

@@ -111,11 +111,3 @@ def test_logic_is_on_bools() -> None:
         True,
         False,
     ]
-
-
-def test_histories_are_tuples() -> None:
-    assert host.arange(4) == (0, 1, 2, 3)
-    assert host.max((3.0, 7.0, 5.0)) == 7.0
-    assert host.where((True, False), (1, 2), (3, 4)) == (1, 4)
-    with pytest.raises(ValueError, match="zip"):
-        host.where((True, False), (1, 2), (3,))

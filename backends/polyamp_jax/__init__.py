@@ -17,6 +17,8 @@ from polyamp_jax._ops import compiled as compiled
 from polyamp_jax._ops import devices as devices
 from polyamp_jax._ops import select as select
 from polyamp_jax._ops import xp as xp
+from polyamp_jax._replay import modes as modes
+from polyamp_jax._replay import replay as replay
 from polyamp_jax._scaler import LossScaledState as LossScaledState
 from polyamp_jax._scaler import loss_scaled as loss_scaled
 from polyamp_jax._scaler import step as step
@@ -26,6 +28,6 @@ from polyamp_jax._state import from_dict as from_dict
 from polyamp_jax._state import restored as restored
 from polyamp_jax._state import scaler_state as scaler_state
 from polyamp_jax._state import to_dict as to_dict
-from polyamp_jax._toy import toy_step as toy_step
+from polyamp_jax._toy import toy_train as toy_train
 
 NAME = "jax"

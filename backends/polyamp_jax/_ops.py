@@ -25,7 +25,6 @@ class Ops:
     multiply = staticmethod(jnp.multiply)
     left_shift = staticmethod(jnp.left_shift)
     right_shift = staticmethod(jnp.right_shift)
-    max = staticmethod(jnp.max)
 
     def where(self, condition: Any, yes: Any, no: Any) -> Array:
         """`yes` where `condition`, else `no`."""
@@ -46,10 +45,6 @@ class Ops:
     def as_f32(self, a: Array) -> Array:
         """An i32 as f32."""
         return a.astype(jnp.float32)
-
-    def arange(self, count: int) -> Array:
-        """i32 array 0 .. count - 1."""
-        return jnp.arange(count, dtype=jnp.int32)
 
 
 xp = Ops()

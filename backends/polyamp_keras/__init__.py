@@ -31,7 +31,9 @@ from polyamp_keras._ops import compiled as compiled
 from polyamp_keras._ops import devices as devices
 from polyamp_keras._ops import select as select
 from polyamp_keras._ops import xp as xp
+from polyamp_keras._replay import modes as modes
+from polyamp_keras._replay import replay as replay
 from polyamp_keras._scaler import LossScaleOptimizer as LossScaleOptimizer
-from polyamp_keras._toy import toy_step as toy_step
+from polyamp_keras._toy import toy_train as toy_train
 
 NAME = "keras"

@@ -39,7 +39,6 @@ class Ops:
     multiply = staticmethod(ops.multiply)
     left_shift = staticmethod(ops.left_shift)
     right_shift = staticmethod(ops.right_shift)
-    max = staticmethod(ops.max)
 
     def c(self, value: float, kind: Kind) -> Any:
         """A typed 0-d constant."""
@@ -57,10 +56,6 @@ class Ops:
     def as_f32(self, a: Any) -> Any:
         """An i32 as f32."""
         return ops.cast(a, "float32")
-
-    def arange(self, count: int) -> Any:
-        """i32 array 0 .. count - 1."""
-        return ops.arange(count, dtype="int32")
 
 
 xp = Ops()

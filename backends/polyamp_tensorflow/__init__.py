@@ -8,7 +8,9 @@ from polyamp_tensorflow._ops import compiled as compiled
 from polyamp_tensorflow._ops import devices as devices
 from polyamp_tensorflow._ops import select as select
 from polyamp_tensorflow._ops import xp as xp
+from polyamp_tensorflow._replay import modes as modes
+from polyamp_tensorflow._replay import replay as replay
 from polyamp_tensorflow._scaler import LossScaler as LossScaler
-from polyamp_tensorflow._toy import toy_step as toy_step
+from polyamp_tensorflow._toy import toy_train as toy_train
 
 NAME = "tensorflow"

@@ -27,8 +27,6 @@ class Ops:
     multiply = staticmethod(tf.multiply)
     left_shift = staticmethod(tf.bitwise.left_shift)
     right_shift = staticmethod(tf.bitwise.right_shift)
-    arange = staticmethod(tf.range)
-    max = staticmethod(tf.reduce_max)
 
     def c(self, value: float, kind: Kind) -> tf.Tensor:
         """A typed 0-d constant."""

@@ -15,9 +15,11 @@ from polyamp_torch._ops import compiled as compiled
 from polyamp_torch._ops import devices as devices
 from polyamp_torch._ops import select as select
 from polyamp_torch._ops import xp as xp
+from polyamp_torch._replay import modes as modes
+from polyamp_torch._replay import replay as replay
 from polyamp_torch._scaler import GradScaler as GradScaler
 from polyamp_torch._schedule import lr_step as lr_step
-from polyamp_torch._toy import toy_step as toy_step
+from polyamp_torch._toy import toy_train as toy_train
 from polyamp_torch._trainer import Trainer as Trainer
 
 NAME = "torch"

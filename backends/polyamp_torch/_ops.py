@@ -24,7 +24,6 @@ class Ops:
     multiply = staticmethod(torch.mul)
     left_shift = staticmethod(torch.bitwise_left_shift)
     right_shift = staticmethod(torch.bitwise_right_shift)
-    max = staticmethod(torch.amax)
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -48,10 +47,6 @@ class Ops:
     def as_f32(self, a: Tensor) -> Tensor:
         """An i32 as f32."""
         return a.to(torch.float32)
-
-    def arange(self, count: int) -> Tensor:
-        """i32 array 0 .. count - 1."""
-        return torch.arange(count, dtype=torch.int32, device=self.device)
 
 
 xp = Ops()

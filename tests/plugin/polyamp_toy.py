@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import polyamp
+from polyamp.testing import MOMENTUM, Signals, Training, gradients
 
 NAME = "toy"
 """The name under which `polyamp.backend` finds this module."""
@@ -42,7 +43,6 @@ class Ops:
     multiply = staticmethod(_quiet(np.multiply))
     left_shift = staticmethod(np.left_shift)
     right_shift = staticmethod(np.right_shift)
-    max = staticmethod(np.max)
     c = staticmethod(_quiet(lambda value, kind: _TYPES[kind](value)))
 
     def bits(self, a: Any) -> Any:
@@ -56,10 +56,6 @@ class Ops:
     def as_f32(self, a: Any) -> Any:
         """An i32 as f32."""
         return np.asarray(a).astype(np.float32)
-
-    def arange(self, count: int) -> Any:
-        """i32 array 0 .. count - 1."""
-        return np.arange(count, dtype=np.int32)
 
 
 xp = Ops()
@@ -126,18 +122,66 @@ def devices() -> list[str]:
     return ["cpu"]
 
 
-def toy_step(
-    weights: Any, batch: Any, rule: polyamp.Rule, state: polyamp.ScalerState | None = None
-) -> tuple[Any, polyamp.ScalerState]:
-    """One step of SGD, learning rate 1, on loss = sum(weights * batch)."""
-    old = rule.init() if state is None else state
-    with np.errstate(all="ignore"):
-        loss = np.sum(weights * batch)
-        grads = [batch * np.float32(old.loss_scale)]
-    measured = reduce(inspect(grads, old.loss_scale, loss))
-    signal = polyamp.Signal(bool(measured.finite), bool(measured.loss_finite))
-    new = polyamp.transition(rule, old, signal)
-    verdict = polyamp.decision(old, new)
-    (grad,) = unscale(grads, 1.0 / verdict.scale_used)
-    (after,) = select(verdict.applied, [weights - grad], [weights])
-    return after, new
+def modes(kind: str) -> list[str]:
+    """The ways in which `replay` and `toy_train` run."""
+    return ["eager"]
+
+
+def replay(
+    rule: polyamp.Rule, sequences: Sequence[Signals], mode: str, device: str
+) -> list[polyamp.ScalerState]:
+    """The transition over whole sequences of signals, each from a fresh state."""
+    return [_replayed(rule, signals) for signals in sequences]
+
+
+def _replayed(rule: polyamp.Rule, signals: Signals) -> polyamp.ScalerState:
+    step, state, states = polyamp.bind(rule, xp), rule.init(xp), []
+    for number in range(len(signals.finite)):
+        finite, loss_finite, amax, _ = signals.at(number)
+        amax = None if amax is None else xp.c(amax, "f32")
+        state = step(state, polyamp.Signal(np.bool_(finite), np.bool_(loss_finite), amax))
+        states.append(state)
+    *head, memory = zip(*states, strict=True)
+    return polyamp.ScalerState(
+        *map(np.stack, head), tuple(map(np.stack, zip(*memory, strict=True)))
+    )
+
+
+def toy_train(training: Training) -> list[tuple[list[Any], polyamp.ScalerState]]:
+    """Steps of SGD or Adam on the contract's network, whose gradients numpy has to be given."""
+    rule = training.rule
+    state = rule.init() if training.state is None else training.state
+    weights = [np.array(w, np.float32) for w in training.weights]
+    moments = [(np.zeros_like(w), np.zeros_like(w)) for w in weights]
+    rows = []
+    for batch in training.batches:
+        loss, grads = gradients(weights, batch, state.loss_scale)
+        measured = inspect(grads, state.loss_scale, loss, amax=rule.wants_amax)
+        finite, loss_finite, amax, _ = reduce(measured)
+        amax = None if amax is None else float(amax)
+        old, signal = state, polyamp.Signal(bool(finite), bool(loss_finite), amax)
+        state = polyamp.transition(rule, old, signal)
+        verdict = polyamp.decision(old, state)
+        true = unscale(grads, 1.0 / verdict.scale_used)
+        with np.errstate(all="ignore"):
+            updates = [_update(training, g, m) for g, m in zip(true, moments, strict=True)]
+        new = [w - step for w, (step, _) in zip(weights, updates, strict=True)]
+        weights = select(verdict.applied, new, weights)
+        moments = [
+            tuple(select(verdict.applied, moved, kept))
+            for (_, moved), kept in zip(updates, moments, strict=True)
+        ]
+        rows.append((weights, state))
+    return rows
+
+
+def _update(training: Training, grad: Any, moments: Any) -> tuple[Any, Any]:
+    """What to subtract, and the new moments."""
+    rate, (first, second) = np.float32(training.learning_rate), moments
+    if training.optimizer == "adam":  # without its correction of the first steps
+        first = np.float32(0.9) * first + np.float32(0.1) * grad
+        second = np.float32(0.999) * second + np.float32(0.001) * grad * grad
+        return rate * first / (np.sqrt(second) + np.float32(1e-7)), (first, second)
+    decay = np.float32(MOMENTUM if training.optimizer == "momentum" else 0.0)
+    first = decay * first + grad
+    return rate * first, (first, second)
