@@ -33,9 +33,7 @@ def every_rule() -> dict[str, Rule]:
         "dynamic": Dynamic(),
         "static": Static(),
         "auto": Predictive(),
-        "auto, bounded": Predictive(
-            2.0**4, 2.0**-2, 2.0**12, guard=3, sub_interval=2, at_floor="fault"
-        ),
+        "auto, bounded": Predictive(2.0**4, 2.0**-2, 2.0**12, guard=3),
         "logmax": LogMax(),
         "delayed": DelayedScaling(history=20),
         "two-phase": TwoPhase(explore_steps=9, history=12),

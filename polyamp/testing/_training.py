@@ -91,9 +91,9 @@ def kinds_for(rule: Rule, steps: int, seed: int = 0) -> list[str]:
     while len(kinds) < steps:
         run = ["clean"] * dice.choice([1, 2, 4, 5]) + dice.choice(_BURSTS)
         for kind in run:
-            new = step(state, Signal(kind == "clean"))
+            new = step(state, Signal(kind == "clean", amax=state.loss_scale))
             if new.fault:
-                kind, new = "clean", step(state, Signal(True))
+                kind, new = "clean", step(state, Signal(True, amax=state.loss_scale))
             kinds.append(kind)
             state = new
     return kinds[:steps]
@@ -138,9 +138,21 @@ def _batch(kind: str, size: float, dice: random.Random) -> Batch:
     return Batch(x, target, np.zeros_like(shift), shift)
 
 
-def gradients(weights: Sequence[Any], batch: Batch, scale: float) -> tuple[Any, list[Any]]:
-    """The loss, and the gradients of `scale` times it, in numpy float32."""
+def gradients(
+    weights: Sequence[Any], batch: Batch, scale: float, dtype: str = "float32"
+) -> tuple[Any, list[Any]]:
+    """The loss, and the gradients of `scale` times it, in numpy float32.
+
+    With the network in a narrower `dtype` each product of the backward pass is rounded to it; the
+    weights and inputs must be numbers that it holds.
+    """
+    import ml_dtypes
     import numpy as np
+
+    narrow = {"bfloat16": ml_dtypes.bfloat16}.get(dtype) or np.dtype(dtype)
+
+    def rounded(values: Any) -> Any:
+        return values.astype(narrow).astype(np.float32)
 
     x, target, root, shift = batch
     with np.errstate(all="ignore"):
@@ -150,11 +162,11 @@ def gradients(weights: Sequence[Any], batch: Batch, scale: float) -> tuple[Any, 
         depth = np.sqrt(out * root + shift)
         loss = np.sum(out * target) + np.sum(depth)
         seed = np.float32(scale)
-        slope = seed * target + seed / (np.float32(2) * depth) * root
+        slope = rounded(seed * target + seed / (np.float32(2) * depth) * root)
         if hidden is None:
             return loss, [slope]
-        inner = np.where(hidden > 0, slope @ weights[1].T, np.float32(0))
-        return loss, [x.T @ inner, hidden.T @ slope]
+        inner = rounded(np.where(hidden > 0, slope @ weights[1].T, np.float32(0)))
+        return loss, [rounded(x.T @ inner), rounded(hidden.T @ slope)]
 
 
 def reference(training: Training, sees_loss: bool) -> list[Row]:
@@ -174,7 +186,7 @@ def reference(training: Training, sees_loss: bool) -> list[Row]:
     decay = np.float32(MOMENTUM if training.optimizer == "momentum" else 0.0)
     rows: list[Row] = []
     for batch in training.batches:
-        loss, grads = gradients(weights, batch, state.loss_scale)
+        loss, grads = gradients(weights, batch, state.loss_scale, training.dtype)
         signal, true = _measured(grads, state.loss_scale)
         seen = bool(np.isfinite(loss)) or not sees_loss
         signal = Signal(signal.finite, seen, signal.amax if rule.wants_amax else None)
