@@ -84,6 +84,12 @@ BENCHES: dict[str, Bench] = {
         "clip_and_step + update beside torch's four calls, and beside no scaler",
         needs="torch",
     ),
+    "closed-loop": Bench(
+        "polyamp_torch._bench_closed",
+        "closed_loop",
+        "final losses of float16 trainings with a tiny loss, under every scaling rule",
+        needs="torch",
+    ),
     "jax-step": Bench(
         "polyamp_jax._bench",
         "jax_step",

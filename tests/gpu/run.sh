@@ -23,6 +23,7 @@ python3 -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests
 for bench in torch-step torch-clip torch-policy; do
     python3 -m polyamp.cli bench "$bench" --json | tee "$out/$bench.json" || status=1
 done
+python3 -m polyamp.cli bench torch-step --rule auto --json | tee "$out/torch-step-auto.json" || status=1
 # torch and jax, and keras on them, as far as they are installed.
 python3 -m polyamp.cli verify --json | tee "$out/verify.json" || status=1
 python3 -m polyamp.cli demo --json | tee "$out/demo.json" || status=1
