@@ -155,13 +155,19 @@ def _stored(grads: Iterable[Tensor]) -> list[Tensor]:
     return [value for value in values if value.numel()]
 
 
-def signal_of(finite: Tensor, records: Iterable[dict[str, Any]]) -> Signal:
-    """What was measured in this iteration, of all optimizers together, on the flag's device."""
+def signal_of(finite: Tensor, records: Iterable[dict[str, Any]], losses: list[Tensor]) -> Signal:
+    """What was measured in this iteration, of all optimizers together, on the flag's device.
+
+    `losses` are flags, 0-d bool: what was scaled was finite.
+    """
     signal, seen = Signal(finite), [r["range"] for r in records if "range" in r]
     tops = [top for one in seen for top in one.amax.values()]
     shares = [share for one in seen for share in one.sub]
     if tops:
         signal = signal._replace(amax=as_f32(_together(tops, finite.device)))
+    if losses:
+        lost = _together([flag.logical_not() for flag in losses], finite.device)
+        signal = signal._replace(loss_finite=lost.logical_not())
     return signal._replace(sub=_together(shares, finite.device)) if shares else signal
 
 

@@ -29,6 +29,7 @@ from polyamp_torch._arguments import (
     TORCH,
     DefaultFloat,
     DefaultInt,
+    is_given,
     rule_from,
     whole,
 )
@@ -98,11 +99,7 @@ class GradScaler(Stepping):
             "max_scale": max_scale,
             "hysteresis": hysteresis,
         }
-        given = {
-            k: v
-            for k, v in given.items()
-            if not isinstance(v, (DefaultFloat, DefaultInt, type(None)))
-        }
+        given = {name: value for name, value in given.items() if is_given(value)}
         if policy is not None and rule is None:
             chosen = policy if isinstance(policy, PolicyMap) else parse_policy(policy)
             enabled = enabled and chosen.needs_scaling
@@ -111,7 +108,7 @@ class GradScaler(Stepping):
         self._known_row = self._told = 0
         self._last_decision: Decision | None = None
         self._gradients = Gradients()
-        self._results = {}
+        self._results, self._losses = {}, []
         self._constructed = False
         super().__init__(device, self._keeper.rule.init_scale, enabled=enabled)
         self._constructed = True
@@ -174,6 +171,7 @@ class GradScaler(Stepping):
         if not self._enabled:
             return outputs
         scale = self._scale
+        self._note_losses(outputs)
         if type(outputs) is Tensor and scale is not None and outputs.device == scale.device:
             self._gradients.clear()
             return scaled(outputs, lambda _: scale)
@@ -221,9 +219,9 @@ class GradScaler(Stepping):
                     "update() found no inf checks: call scaler.step(optimizer), with gradients"
                     " there, before it"
                 )
-            finite = combined(found, scale.device) == 0.0
+            signal = signal_of(combined(found, scale.device) == 0.0, records, self._losses)
             self._last_decision = self._keeper.advance(
-                scale, tracker, signal_of(finite, records), self._on_device(scale)
+                scale, tracker, signal, self._on_device(scale)
             )
         self._abandon()
         if new_scale is not None:
@@ -237,6 +235,7 @@ class GradScaler(Stepping):
         """Forget what was found of this iteration's gradients."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._gradients.clear()
+        self._losses.clear()
 
     def _set_scale(self, scale: Tensor, new: Any) -> None:
         floor = self._keeper.rule.min_scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Stepping(torch.amp.GradScaler):
     _keeper: Keeper
     _gradients: Gradients
     _results: dict[int, tuple[Any, Any]]
+    _losses: list[Tensor]
     _force_device_mode: bool
 
     def _on_device(self, tensor: Tensor) -> bool:
@@ -56,6 +57,18 @@ class Stepping(torch.amp.GradScaler):
         record = self._per_optimizer_states[id(optimizer)]
         seen: Range = record.setdefault("range", Range(self._keeper.sub_is_due()))
         return seen
+
+    @torch.no_grad()
+    def _note_losses(self, outputs: Any) -> None:
+        """Note whether what is scaled is finite, if the rule leaves forward NaN alone."""
+        if isinstance(outputs, Tensor):
+            if self._keeper.rule.wants_amax:
+                self._losses.append(torch.isfinite(outputs).all())
+        elif isinstance(outputs, (list, tuple)):
+            for output in outputs:
+                self._note_losses(output)
+        elif isinstance(outputs, Mapping):
+            self._note_losses(list(outputs.values()))
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         return self._check_inf(optimizer, self._gradients.owned(optimizer))

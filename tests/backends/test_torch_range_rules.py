@@ -178,3 +178,29 @@ def test_underflow_is_measured_on_the_steps_asked_for(make):
         want = step(want, Signal(True, True, scale, share))
         assert scaler.state == want
     assert want.memory[1] == 2 * 65536 - 2 * 8 * 164 - 3 * 164
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_forward_nan_leaves_the_scale_alone(make, several):
+    scaler, param = make(rule=Predictive(max_skips_in_a_row=50)), parameter(0.0)
+    optimizer = torch.optim.SGD([param], 1.0)
+    for count in range(1, 101):
+        param.grad = None
+        loss = (param * NAN).sum()
+        scaled = scaler.scale([loss, {"other": loss * 0.0}])[0] if several else scaler.scale(loss)
+        scaled.backward()
+        scaler.step(optimizer)
+        if count >= 50 and not scaler._force_device_mode:
+            with pytest.raises(polyamp.ScaleFloorError):
+                scaler.update()
+        else:
+            scaler.update()
+        assert (scaler.state.loss_scale, scaler.state.skipped) == (4096.0, count)
+        assert scaler.state.reason == polyamp.Reason.LOSS_NOT_FINITE
+    assert scaler.state.memory == scaler.rule.init().memory
+    assert param.item() == 0.0
+    backward(scaler, param)
+    scaler.step(optimizer)
+    scaler._keeper.clear_fault()
+    scaler.update()
+    assert (scaler.state.skipped, scaler.state.skipped_in_a_row) == (100, 0)
