@@ -155,7 +155,7 @@ def toy_train(training: Training) -> list[tuple[list[Any], polyamp.ScalerState]]
     moments = [(np.zeros_like(w), np.zeros_like(w)) for w in weights]
     rows = []
     for batch in training.batches:
-        loss, grads = gradients(weights, batch, state.loss_scale)
+        loss, grads = gradients(weights, batch, state.loss_scale, training.dtype)
         measured = inspect(grads, state.loss_scale, loss, amax=rule.wants_amax)
         finite, loss_finite, amax, _ = reduce(measured)
         amax = None if amax is None else float(amax)
