@@ -34,7 +34,7 @@ def every_rule() -> dict[str, Rule]:
         "static": Static(),
         "auto": Predictive(),
         "auto, bounded": Predictive(2.0**4, 2.0**-2, 2.0**12, guard=3),
-        "logmax": LogMax(),
+        "logmax": LogMax(1.0, 2.0**-100, 2.0**100),
         "delayed": DelayedScaling(history=20),
         "two-phase": TwoPhase(explore_steps=9, history=12),
         "two-phase, literal": TwoPhase(explore_steps=30, history=5, literal=True),
