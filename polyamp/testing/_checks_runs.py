@@ -13,7 +13,9 @@ from polyamp.testing._rules import RULES
 from polyamp.testing._traces import events, expected, from_flags
 from polyamp.testing._training import Training, array_batch
 
-PLAN = cases.Plan(steps=1000, quick=True, only=(*cases.SHORT, "odd factors", "faulting"))
+PLAN = cases.Plan(
+    steps=1000, quick=True, only=(*cases.SHORT, "odd factors", "faulting", "logmax", "delayed")
+)
 
 
 class RunChecks(Checks):

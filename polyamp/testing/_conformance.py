@@ -51,7 +51,7 @@ HALVES = ("float16", "bfloat16")
 SEGMENT = 10
 """Steps between two hand-overs."""
 TRAINING_STEPS = 24
-SHORT = ("dynamic", "tolerant", "window", "static 512", "deepspeed-zero", "megatron")
+SHORT = ("dynamic", "auto", "two-phase", "tolerant", "window", "static 512", "deepspeed-zero")
 """Names of rules that differ much, for short runs."""
 
 
@@ -72,16 +72,15 @@ class Plan(NamedTuple):
     seed: int = 0
     """Of the random signals."""
     quick: bool = False
-    """Golden traces, and resuming after every step, eagerly only; trainings under the rules `SHORT`
-    and those that want amax."""
+    """Golden traces, and resuming after every step, eagerly only; trainings under the rules
+    `SHORT`, in the narrow formats under "dynamic" and "auto"."""
     only: Collection[str] | None = None
-    """Names of the rules tried, beside those that want amax; None: every one."""
+    """Names of the rules tried; None: every one."""
 
     def rules(self, *, few: bool = False) -> dict[str, Rule]:
         """The rules by name; if the plan is quick and `few` do, the short list."""
         names = SHORT if few and self.quick else self.only
-        rules = every_rule()
-        return {n: r for n, r in rules.items() if names is None or n in names or r.wants_amax}
+        return {n: r for n, r in every_rule().items() if names is None or n in names}
 
 
 class Row(NamedTuple):
@@ -188,7 +187,7 @@ def trainings(subject: Subject, plan: Plan) -> Iterator[Row]:
         for dtype in ("float32", *HALVES):
             rules = plan.rules(few=True)
             if plan.quick and dtype in HALVES:
-                rules = {n: r for n, r in rules.items() if n == "dynamic" or r.wants_amax}
+                rules = {name: rules[name] for name in ("dynamic", "auto")}
             for name, rule in rules.items():
                 kinds = kinds_for(rule, TRAINING_STEPS)
                 optimizer = "momentum" if dtype == "float32" else "sgd"
