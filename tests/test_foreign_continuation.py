@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 from foreign_scalers import SCALERS
 
 import polyamp
+from polyamp.testing._golden import golden, overflows
 
-GOLDEN = json.loads((Path(__file__).parent / "data" / "scaler_traces.json").read_text())
+GOLDEN = golden()["traces"]
 RECORDED = {
     "Torch": "torch.GradScaler",
     "DeepSpeedStage0": "DeepSpeed stage0 fused/unfused",
@@ -31,7 +31,7 @@ RECORDED = {
 }
 RANDOM = random.Random(20240607)
 TRACES: list[list[int]] = [
-    *GOLDEN["sequences"].values(),
+    *overflows().values(),
     *([int(RANDOM.random() < share) for _ in range(40)] for share in (0.1, 0.25, 0.5, 0.75)),
 ]
 
@@ -72,8 +72,8 @@ def test_the_judges_agree_with_the_recordings(kind: Any) -> None:
             "DeepSpeedStage0Newer",
         )
         return
-    for name, recorded in GOLDEN["traces"][RECORDED[kind.__name__]].items():
-        assert scales_of(kind(), GOLDEN["sequences"][name]) == recorded, name
+    for name, recorded in GOLDEN[RECORDED[kind.__name__]].items():
+        assert scales_of(kind(), overflows()[name]) == recorded, name
 
 
 @pytest.mark.parametrize("kind", SCALERS, ids=lambda k: k.__name__)

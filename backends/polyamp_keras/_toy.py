@@ -73,9 +73,11 @@ def _jitted(training: Training, optimizer: Any, weights: list[Any]) -> Callable[
 
 
 def _compiled_by_torch() -> Any:
+    """The loss compiled so that float16 is rounded where it is eagerly: Inductor would not."""
     import torch
 
-    return torch.compile(_loss, fullgraph=True, dynamic=False)
+    rounds = {"emulate_precision_casts": True}
+    return torch.compile(_loss, fullgraph=True, dynamic=False, options=rounds)
 
 
 def _float32_as_it_is() -> Any:
