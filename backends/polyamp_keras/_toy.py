@@ -76,7 +76,7 @@ def _compiled_by_torch() -> Any:
     """The loss compiled so that float16 is rounded where it is eagerly: Inductor would not."""
     import torch
 
-    rounds = {"emulate_precision_casts": True}
+    rounds: dict[str, Any] = {"emulate_precision_casts": True}
     return torch.compile(_loss, fullgraph=True, dynamic=False, options=rounds)
 
 
