@@ -252,7 +252,7 @@ def test_a_wrong_count(key: str, value: Any) -> None:
 def test_codes_beyond_the_known_ones() -> None:
     good = polyamp.state_to_dict(TOLERANT.init())
     refuses_state({**good, "left": 0}, "left must be an integer from 1")
-    refuses_state({**good, "reason": 6}, "reason must be an integer from 0 to 5")
+    refuses_state({**good, "reason": 7}, "reason must be an integer from 0 to 6")
     refuses_state({**good, "fault": 3}, "fault must be an integer from 0 to 2")
 
 

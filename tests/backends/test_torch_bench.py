@@ -136,9 +136,11 @@ class TestTorchStep:
 
     def test_the_process(self, torch_bench, monkeypatch, capsys):
         monkeypatch.setattr(torch_bench, "resnet50_shapes", lambda: [(2, 2), (3,)])
-        torch_bench._main("sgd", "2")
-        rows = [Row(**row) for row in json.loads(capsys.readouterr().out)]
-        assert [row.name for row in rows][:2] == ["sgd time", "sgd ratio"]
+        for rule, limit in (("torch", 1.02), ("auto", 1.05)):
+            torch_bench._main("sgd-fused", "2", rule)
+            rows = [Row(**row) for row in json.loads(capsys.readouterr().out)]
+            assert [row.name for row in rows][:2] == ["sgd-fused time", "sgd-fused ratio"]
+            assert rows[1].limit == limit
 
     @pytest.mark.gpu
     def test_syncs_on_the_accelerator(self, torch_bench):
