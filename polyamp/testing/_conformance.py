@@ -72,8 +72,8 @@ class Plan(NamedTuple):
     seed: int = 0
     """Of the random signals."""
     quick: bool = False
-    """Golden traces, and resuming after every step, eagerly only; trainings under the rules
-    `SHORT`, in the narrow formats under "dynamic" and "auto"."""
+    """Golden traces, and resuming after every step, eagerly only; compiled transitions and
+    trainings under the rules `SHORT`, in the narrow formats under "dynamic" and "auto"."""
     only: Collection[str] | None = None
     """Names of the rules tried; None: every one."""
 
@@ -167,7 +167,7 @@ def _golden(subject: Subject, name: str, mode: str) -> Found:
 def random_traces(subject: Subject, plan: Plan) -> Iterator[Row]:
     """The transition on random signals."""
     for mode in subject.backend.modes("transition"):
-        for name, rule in plan.rules().items():
+        for name, rule in plan.rules(few=mode != "eager").items():
 
             def find(rule: Rule = rule, mode: str = mode) -> Found:
                 signals = random_signals(rule, plan.seed, plan.steps)
