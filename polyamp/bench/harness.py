@@ -109,7 +109,11 @@ def fresh_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
     return {**os.environ, **(changes or {}), "PYTHONPATH": path}
 
 
-def in_fresh_python(*arguments: str, env: Mapping[str, str] | None = None) -> Any:
+def in_fresh_python(
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    feed: Callable[[], str] | None = None,
+) -> Any:
     """Run Python with `arguments` in a new process and return the JSON value it prints.
 
     It finds modules where this process does, but not in the current directory.
@@ -117,25 +121,34 @@ def in_fresh_python(*arguments: str, env: Mapping[str, str] | None = None) -> An
     Args:
         arguments: of Python.
         env: environment variables to set there.
+        feed: called once the process runs; what it returns is the process' standard input, which
+            is empty without.
 
     Raises:
         BackendError: the process failed or printed something else.
     """
     import json
 
-    done = subprocess.run(
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
         [sys.executable, "-P", *arguments],
-        capture_output=True,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
         text=True,
         env=fresh_environment(env),
-        check=False,
-    )
+    ) as process:
+        try:
+            out, err = process.communicate(feed() if feed else None)
+        except BaseException:
+            process.kill()
+            raise
     try:
-        if done.returncode:
-            raise ValueError(f"exit status {done.returncode}")
-        return json.loads(done.stdout)
+        if process.returncode:
+            raise ValueError(f"exit status {process.returncode}")
+        return json.loads(out)
     except ValueError as error:
-        told = (done.stderr or done.stdout).strip()[-2000:]
+        told = (err or out).strip()[-2000:]
         raise BackendError(f"a measuring process failed ({error}); it said:\n{told}") from error
 
 

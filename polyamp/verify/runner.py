@@ -1,6 +1,7 @@
-"""Start a process for each backend, one after the other, and collect their rows.
+"""Start a process for each backend, two at a time, and collect their rows.
 
-Each hands its half-done training to the next, so that one run goes through every framework.
+Each hands its half-done training to the next, so that one run goes through every framework; a
+process that is done with the rest waits for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,14 @@ KERAS = ("tensorflow", "jax", "torch")
 """What Keras runs on."""
 FRAMEWORKS = ("keras", *KERAS)
 """polyamp's own backends, which are called as the framework they need."""
+AT_ONCE = 2
+"""Processes that run side by side; most of a process' time is one thread's."""
+SHARED = {
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+}
+"""Environment of every process; two at a time share an accelerator's memory."""
 
 
 class Worker(NamedTuple):
@@ -120,50 +130,73 @@ def _workers_of(name: str, *, asked: bool) -> list[Worker]:
 def verify(
     workers: Sequence[Worker], plan: Plan, tell: Callable[[str], None] = lambda text: None
 ) -> Verification:
-    """Run the workers one after the other.
+    """Run the workers, two at a time.
 
     Args:
         workers: of `workers`.
         plan: how much is tried.
-        tell: is told of each worker in a line, as soon as it is done.
+        tell: is told of each worker in a line, in their order, as soon as it is done.
     """
     begin = time.perf_counter()
     found = Verification(plan)
     found.versions = {"polyamp": polyamp.__version__, "python": platform.python_version()}
-    given = HandOver(0, {})
-    for worker in workers:
-        start = time.perf_counter()
-        try:
-            rows, given = _result(worker, plan, given, found)
-        except BackendError as error:
-            rows = [Row("start", worker.label, "", "", "", 0, error=_last_words(error))]
-        found.rows += rows
-        wrong = sum(not row.ok for row in rows)
-        steps = sum(row.steps for row in rows)
-        verdict = f"{wrong} of {len(rows)} rows differ" if wrong else "all identical"
-        took = time.perf_counter() - start
-        tell(f"{worker.label}: {steps:,} steps compared, {verdict} ({took:.0f} s)")
+    pool = ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1))
+    try:
+        results: list[Future[_Result]] = []
+        for worker in workers:
+            results.append(pool.submit(_result, worker, plan, results[-1] if results else None))
+        for worker, future in zip(workers, results, strict=True):
+            result = future.result()
+            found.rows += result.rows
+            found.versions |= result.versions
+            found.devices |= {f"{worker.label} {d}": chip for d, chip in result.devices.items()}
+            tell(_summary(worker, result))
+    finally:
+        pool.shutdown(cancel_futures=True)
     found.seconds = time.perf_counter() - begin
     return found
 
 
-def _result(
-    worker: Worker, plan: Plan, given: HandOver, found: Verification
-) -> tuple[list[Row], HandOver]:
-    task = {
-        "backend": worker.backend,
-        "label": worker.label,
-        "plan": plan._asdict(),
-        "given": given._asdict(),
-    }
+class _Result(NamedTuple):
+    """What one process gave."""
+
+    rows: list[Row]
+    given: HandOver
+    seconds: float
+    versions: dict[str, str] = {}
+    devices: dict[str, str] = {}
+
+
+def _result(worker: Worker, plan: Plan, before: Future[_Result] | None) -> _Result:
+    start = time.perf_counter()
+
+    def given() -> HandOver:
+        return before.result().given if before else HandOver(0, {})
+
+    task = {"backend": worker.backend, "label": worker.label, "plan": plan._asdict()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "task.json")
         file.write_text(json.dumps(task))
-        environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **worker.environment}
-        result = in_fresh_python("-m", "polyamp.verify.worker", str(file), env=environment)
-    found.versions |= result["versions"]
-    found.devices |= {f"{worker.label} {d}": chip for d, chip in result["devices"].items()}
-    return [Row.from_dict(row) for row in result["rows"]], HandOver(**result["given"])
+        try:
+            result = in_fresh_python(
+                *("-m", "polyamp.verify.worker", str(file)),
+                env={**SHARED, **worker.environment},
+                feed=lambda: json.dumps(given()._asdict()),
+            )
+        except BackendError as error:
+            rows = [Row("start", worker.label, "", "", "", 0, error=_last_words(error))]
+            return _Result(rows, given(), time.perf_counter() - start)
+    rows = [Row.from_dict(row) for row in result["rows"]]
+    handed = HandOver(**result["given"])
+    seconds = time.perf_counter() - start
+    return _Result(rows, handed, seconds, result["versions"], result["devices"])
+
+
+def _summary(worker: Worker, result: _Result) -> str:
+    wrong = sum(not row.ok for row in result.rows)
+    steps = sum(row.steps for row in result.rows)
+    verdict = f"{wrong} of {len(result.rows)} rows differ" if wrong else "all identical"
+    return f"{worker.label}: {steps:,} steps compared, {verdict} ({result.seconds:.0f} s)"
 
 
 def _last_words(error: BackendError) -> str:

@@ -1,8 +1,9 @@
 """One backend's part of `polyamp verify`, in a process of its own.
 
-    python -m polyamp.verify.worker FILE     # {"backend", "label", "plan", "given"}
+    python -m polyamp.verify.worker FILE     # {"backend", "label", "plan"}
 
-Prints {"rows", "given", "versions", "devices"} as JSON, and nothing else on stdout.
+Reads from stdin, as late as it can, what the backend before it hands over. Prints {"rows", "given",
+"versions", "devices"} as JSON, and nothing else on stdout.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,18 @@ _PACKAGES = {
 }
 
 
-def work(task: dict[str, Any]) -> dict[str, Any]:
-    """What the backend makes of a task."""
+def work(task: dict[str, Any], given: Callable[[], HandOver]) -> dict[str, Any]:
+    """What the backend makes of a task; `given` may have to wait."""
     backend = polyamp.backend(task["backend"])
-    plan, given = Plan(**task["plan"]), HandOver(**task["given"])
-    rows: list[Row] = []
+    plan = Plan(**task["plan"])
     devices = list(backend.devices())
-    after = given
-    for device in devices:
-        subject = Subject(backend, task["label"], device)
+    subjects = [Subject(backend, task["label"], device) for device in devices]
+    rows: list[Row] = []
+    for subject in subjects:
         rows += conformance(subject, plan)
-        taken, after = take_over(subject, plan, given)
+    before = after = given()
+    for subject in subjects:
+        taken, after = take_over(subject, plan, before)
         rows += taken
     return {
         "rows": [row.to_dict() for row in rows],
@@ -89,7 +91,8 @@ def main(file: str) -> int:
     """Read the task, do it, print the result."""
     warnings.simplefilter("ignore")
     with _stdout_to_stderr():
-        result = work(json.loads(Path(file).read_text()))
+        task = json.loads(Path(file).read_text())
+        result = work(task, lambda: HandOver(**json.loads(sys.stdin.read())))
     print(json.dumps(result))
     return 0
 
