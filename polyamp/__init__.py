@@ -28,6 +28,7 @@ from polyamp._foreign import import_scaler as import_scaler
 from polyamp._formats import FORMATS as FORMATS
 from polyamp._formats import Format as Format
 from polyamp._formats import format_of as format_of
+from polyamp._gradnorm import GradNormSelector as GradNormSelector
 from polyamp._history import DelayedScaling as DelayedScaling
 from polyamp._history import TwoPhase as TwoPhase
 from polyamp._interchange import rule_from_dict as rule_from_dict
@@ -52,6 +53,10 @@ from polyamp._scaling import Rule as Rule
 from polyamp._scaling import Static as Static
 from polyamp._scaling import bind as bind
 from polyamp._scaling import transition as transition
+from polyamp._select import Selector as Selector
+from polyamp._selection import Capabilities as Capabilities
+from polyamp._selection import Choice as Choice
+from polyamp._selection import Selection as Selection
 from polyamp._state import Decision as Decision
 from polyamp._state import Fault as Fault
 from polyamp._state import Reason as Reason
@@ -59,6 +64,8 @@ from polyamp._state import ScalerState as ScalerState
 from polyamp._state import Signal as Signal
 from polyamp._state import decision as decision
 from polyamp._state import raise_on_fault as raise_on_fault
+from polyamp._statistics import ModuleStatistics as ModuleStatistics
+from polyamp._statistics import Statistics as Statistics
 from polyamp._xp import Namespace as Namespace
 from polyamp._xp import host as host
 
@@ -79,6 +86,7 @@ __all__ = [
     "FORMATS",
     "Format",
     "format_of",
+    "GradNormSelector",
     "DelayedScaling",
     "TwoPhase",
     "rule_from_dict",
@@ -103,6 +111,10 @@ __all__ = [
     "Static",
     "bind",
     "transition",
+    "Selector",
+    "Capabilities",
+    "Choice",
+    "Selection",
     "Decision",
     "Fault",
     "Reason",
@@ -110,6 +122,8 @@ __all__ = [
     "Signal",
     "decision",
     "raise_on_fault",
+    "ModuleStatistics",
+    "Statistics",
     "Namespace",
     "host",
 ]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from polyamp._errors import PolicyError, StateError
 from polyamp._formats import FORMATS, format_of, shown
-from polyamp._policy_parse import DIALECTS, KEYS, parse_fields
+from polyamp._policy_parse import DIALECTS, KEYS, parse_fields, parse_shift
 
 OPTIONAL = ("master_dtype", "store_dtype", "accumulate_dtype")
 """Fields of `Policy` that may be None."""
+DTYPES = ("param_dtype", "compute_dtype", "output_dtype", *OPTIONAL)
+"""Fields of `Policy` that are dtypes, in their order."""
+LARGEST_SHIFT = 126
+"""Of `Policy.shift`, either way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,11 @@ class Policy:
             the optimizer updates the parameters themselves.
         store_dtype: activations kept for the backward pass; None: as computed.
         accumulate_dtype: gradients summed over micro-batches; None: the parameters' dtype.
+        shift: bits, -126 to 126; gradients inside the module are 2**shift times as large as
+            outside, beside the loss scale, and those of its parameters are divided by it again.
 
     Raises:
-        PolicyError: an unknown dtype; names the field.
+        PolicyError: an unknown dtype, a shift out of range; names the field.
     """
 
     param_dtype: str
@@ -41,16 +47,22 @@ class Policy:
     master_dtype: str | None = None
     store_dtype: str | None = None
     accumulate_dtype: str | None = None
+    shift: int = 0
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value is None and f.name in OPTIONAL:
+        for name in DTYPES:
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL:
                 continue
             try:
-                object.__setattr__(self, f.name, format_of(value).name)
+                object.__setattr__(self, name, format_of(value).name)
             except PolicyError as error:
-                raise PolicyError(f"{f.name}: {error}") from None
+                raise PolicyError(f"{name}: {error}") from None
+        if type(self.shift) is not int or abs(self.shift) > LARGEST_SHIFT:
+            raise PolicyError(
+                f"shift must be a whole number from -{LARGEST_SHIFT} to {LARGEST_SHIFT}, got"
+                f" {shown(self.shift)}"
+            )
 
     @classmethod
     def parse(cls, text: str | int | Policy) -> Policy:
@@ -76,7 +88,14 @@ class Policy:
                 f"a policy is a string, a Policy, or 16, 32 or 64; got {shown(text)} of type"
                 f" {type(text).__name__}. {hint}"
             )
-        return cls(*parse_fields(text))
+        name, at, own = text.partition("@")
+        if not at:
+            return cls(*parse_fields(text))
+        shift = parse_shift(own, text)
+        try:
+            return cls(*parse_fields(name), shift=shift)
+        except PolicyError as error:
+            raise PolicyError(f"policy {shown(text)}: {error}") from None
 
     @property
     def needs_scaling(self) -> bool:
@@ -90,15 +109,18 @@ class Policy:
         return any(d is not None and FORMATS[d].exponent_bits < wide for d in dtypes)
 
     def __str__(self) -> str:
-        values = (getattr(self, f.name) for f in fields(self))
-        return ",".join(f"{key}={v}" for key, v in zip(KEYS, values, strict=True) if v is not None)
+        values = (getattr(self, name) for name in DTYPES)
+        pairs = (f"{key}={v}" for key, v in zip(KEYS, values, strict=True) if v is not None)
+        return ",".join(pairs) + (f"@2^{self.shift}" if self.shift else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """The policy as a JSON-ready dict: `polyamp` (version), `kind`, and all six fields."""
+        """The policy as a JSON-ready dict: `polyamp` (version), `kind`, all six dtypes, and `shift`
+        where it is not 0."""
         from polyamp._interchange import VERSION
 
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {"polyamp": VERSION, "kind": "policy", **values}
+        values = {name: getattr(self, name) for name in DTYPES}
+        own = {"shift": self.shift} if self.shift else {}
+        return {"polyamp": VERSION, "kind": "policy", **values, **own}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Policy:
@@ -111,13 +133,14 @@ class Policy:
         from polyamp._interchange import check_header, check_keys
 
         values = check_header(data, "policy")
-        check_keys(values, [f.name for f in fields(cls)], "policy")
+        shift = values.pop("shift", 0)
+        check_keys(values, list(DTYPES), "policy")
         for key, value in values.items():
             if not isinstance(value, str) and not (value is None and key in OPTIONAL):
                 allowed = "the name of a dtype" + (" or null" if key in OPTIONAL else "")
                 raise StateError(f"policy: {key} must be {allowed}, got {shown(value)}")
         try:
-            return cls(**values)
+            return cls(**values, shift=shift)
         except PolicyError as error:
             raise StateError(f"policy: {error}") from error
 
@@ -147,6 +170,7 @@ def require_supported(
     master: Collection[str] = (),
     store: Collection[str] = (),
     accumulate: Collection[str] = (),
+    shift: bool = False,
 ) -> None:
     """Refuse a policy that a backend cannot apply; the one place where this is decided.
 
@@ -155,17 +179,20 @@ def require_supported(
         backend: the name that the message gives, for example `"torch"`.
         param, compute, output: canonical dtype names the backend can apply; None: not checked.
         master, store, accumulate: the same for the optional fields; empty: the field must be None.
+        shift: whether it can give a module a power of two of its own.
 
     Raises:
         PolicyError: names each field that cannot be applied, the backend, and what is allowed.
     """
     limits = (param, compute, output, master, store, accumulate)
     wrong = [
-        f"{f.name}={value!r} ({_allowed(f.name, limit)})"
-        for f, limit in zip(fields(policy), limits, strict=True)
-        if limit is not None and (value := getattr(policy, f.name)) is not None
+        f"{name}={value!r} ({_allowed(name, limit)})"
+        for name, limit in zip(DTYPES, limits, strict=True)
+        if limit is not None and (value := getattr(policy, name)) is not None
         if value not in limit
     ]
+    if policy.shift and not shift:
+        wrong.append(f"@2^{policy.shift} (allowed: leave it out)")
     if wrong:
         raise PolicyError(
             f"backend {backend!r} cannot apply {'; '.join(wrong)} of policy {str(policy)!r}"

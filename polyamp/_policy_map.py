@@ -132,13 +132,19 @@ class PolicyMap:
         return {path: self.policy_for(path) for path in known}
 
     def require_supported(
-        self, backend: str, *, ops: Collection[str] = (), **allowed: Collection[str]
+        self,
+        backend: str,
+        *,
+        ops: Collection[str] = (),
+        shift: bool = False,
+        **allowed: Collection[str],
     ) -> None:
         """Refuse the map if a backend cannot apply one of its policies or `op:` rules.
 
         Args:
             backend: the name that the message gives.
             ops: operation families the backend can apply.
+            shift: whether it can give a module a power of two of its own.
             allowed: as the keywords of `polyamp._policy.require_supported`.
 
         Raises:
@@ -151,7 +157,7 @@ class PolicyMap:
                     f" {', '.join(f'op:{name}' for name in ops) or 'no op: rules'}. Remove the rule"
                 )
         for policy in self.policies:
-            require_supported(policy, backend, **allowed)
+            require_supported(policy, backend, shift=shift, **allowed)
 
     def to_dict(self) -> dict[str, Any]:
         """The map as a JSON-ready dict: `polyamp` (version), `kind`, `default`, `rules` in order.

@@ -4,6 +4,7 @@
                             params, output follows compute
     a name in `DIALECTS`    Keras, Lightning, Accelerate, apex
     a dtype                 parameters, compute and output alike (jmp, Keras)
+    ...@2^j                 any of these; gradients inside the module are 2**j times as large
 
 Case, surrounding spaces, and "-" for "_" do not matter. Sources, read for the facts:
 jmp `jmp/_src/policy.py`; Keras `keras/src/dtype_policies/dtype_policy.py`; Lightning
@@ -14,6 +15,7 @@ jmp `jmp/_src/policy.py`; Keras `keras/src/dtype_policies/dtype_policy.py`; Ligh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -107,17 +109,27 @@ def parse_fields(text: str) -> Fields:
     Raises:
         PolicyError: lists what is allowed and the closest match.
     """
-    if "@" in text:
-        raise PolicyError(
-            f"policy {shown(text)}: a power of two of a module's own ('@2^k') is reserved and"
-            " cannot be used yet; leave out the '@' and what follows"
-        )
     if "=" in text:
         return _parse_keys(text)
     name = text.strip().lower().replace("-", "_")
     if name in _LOOKUP:
         return _LOOKUP[name]
     return _parse_dtype(text)
+
+
+def parse_shift(own: str, text: str) -> int:
+    """j of "2^j", the part of a policy's `text` behind "@".
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    found = re.fullmatch(r"\s*2\^(-?\d{1,3})\s*", own)
+    if found is None:
+        raise PolicyError(
+            f"policy {shown(text)}: behind '@' stands a power of two of the module's own, such as"
+            f" '@2^12', got {shown(own)}"
+        )
+    return int(found[1])
 
 
 def _parse_dtype(text: str) -> Fields:

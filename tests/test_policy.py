@@ -193,8 +193,9 @@ WRONG = {
     "fp8": "Transformer Engine.*compute=float8_e4m3fn",
     "float8_e5m2": "8 bits do not train",
     "transformer-engine": "Transformer Engine",
-    "16-mixed@2^4": r"power of two .*reserved",
-    "c=f16@2^4": r"power of two .*reserved",
+    "16-mixed@4": r"behind '@' stands a power of two",
+    "c=f16@2^999": r"shift must be a whole number from -126",
+    "@2^4": r"unknown policy ''",
 }
 
 

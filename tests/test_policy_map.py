@@ -238,7 +238,7 @@ def test_op_rules_are_kept_apart():
         ([("a", "fp16"), ("a", "bf16")], "pattern 'a' has two rules"),
         ({"head": "mixd_float16"}, r"rule 'head': unknown policy .* did you mean 'mixed_float16'"),
         ({"head": None}, "rule 'head': a policy is a string"),
-        ({"head": "16-mixed@2^4"}, "rule 'head': .*power of two .*reserved"),
+        ({"head": "16-mixed@2x"}, "rule 'head': .*behind '@' stands a power of two"),
     ],
 )
 def test_wrong_rules_are_refused(rules, message):

@@ -1,5 +1,9 @@
 """The PyTorch backend: `import polyamp.torch as amp`."""
 
+from polyamp_torch._adaptive import Adaptive as Adaptive
+from polyamp_torch._calibrate import advise as advise
+from polyamp_torch._calibrate import calibrate as calibrate
+from polyamp_torch._capabilities import capabilities as capabilities
 from polyamp_torch._cast import autocast as autocast
 from polyamp_torch._cast import cast as cast
 from polyamp_torch._cast import unscale as unscale

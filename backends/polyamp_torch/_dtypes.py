@@ -55,12 +55,18 @@ def check_parameters(
     before: Mapping[Module, Mapping[str, torch.dtype]],
 ) -> None:
     """Refuse a parameter that two modules want in different dtypes."""
-    wanted: dict[torch.nn.Parameter, tuple[str, torch.dtype]] = {}
+    wanted: dict[torch.nn.Parameter, tuple[str, torch.dtype, int]] = {}
     for path, module in root.named_modules():
         for own, param in module.named_parameters(recurse=False):
             name = f"{path}.{own}" if path else own
             target = target_of(module, plan[module], param, before[module][own])
-            first, other = wanted.setdefault(param, (name, target))
+            shift = plan[module].policy.shift
+            first, other, bits = wanted.setdefault(param, (name, target, shift))
+            if bits != shift:
+                raise PolicyError(
+                    f"{first} and {name} are one tied parameter, in modules with powers of two"
+                    f" {bits} and {shift} of their own; give both the same"
+                )
             if other != target:
                 raise PolicyError(
                     f"{first} and {name} are one tied parameter, wanted in {other} and {target};"

@@ -32,6 +32,7 @@ from polyamp._policy_pattern import OP_FAMILIES
 from polyamp_torch._cast import cast, default_device_type, dtype_of, map_tensors
 from polyamp_torch._dtypes import LOW, WIDE, check_parameters, own_of, retype, target_of
 from polyamp_torch._families import Again, FamilyMode, Region, keep_from_dynamo, traced
+from polyamp_torch._shift import Unshifted, cast_shifted
 from polyamp_torch._wrappers import check_ddp, unwrapped
 
 Module = torch.nn.Module
@@ -73,6 +74,11 @@ class Applied:
     """dtypes of what `_own` gives, before."""
     rules: PolicyMap | None = None
     """Of the model itself: the whole map."""
+    region: Applied | None = None
+    """The boundary that encloses the module, if it is none itself."""
+    bits: int = 0
+    """Power of two by which gradients inside are larger than around the module."""
+    unshifted: Unshifted | None = None
     ran: bool = False
 
     def __post_init__(self) -> None:
@@ -96,11 +102,19 @@ def run(module: Module, applied: Applied, /, *args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
     dtype = applied.compute
     device = _device_type(module, args, kwargs)
-    args = tuple([cast(arg, dtype) for arg in args])
-    kwargs = {key: cast(value, dtype) for key, value in kwargs.items()}
+    if applied.unshifted is not None:
+        applied.unshifted.check(tracing)
+    if applied.bits:
+        args, kwargs = cast_shifted((args, kwargs), dtype, -applied.bits)
+    else:
+        args = tuple([cast(arg, dtype) for arg in args])
+        kwargs = {key: cast(value, dtype) for key, value in kwargs.items()}
     with (traced if tracing else Region)(device, dtype if applied.low else None, applied.families):
         out = forward(*args, **kwargs)
-    out = cast(out, applied.output)
+    if applied.bits:
+        out = cast_shifted(out, applied.output, applied.bits)
+    else:
+        out = cast(out, applied.output)
     return out if applied.returns is None else cast(out, applied.returns)
 
 
@@ -208,7 +222,18 @@ def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
         applied.forward = module.__dict__.get("forward")
         applied.dtypes = before[module]
         _wrap(module, applied)
+    for region, inside in _shifted(plan).items():
+        region.unshifted = Unshifted(inside, region.policy.shift)
     return model
+
+
+def _shifted(plan: dict[Module, Applied]) -> dict[Applied, list[Module]]:
+    """The modules that a power of two covers, by the boundary that has it."""
+    found: dict[Applied, list[Module]] = {}
+    for module, applied in plan.items():
+        if applied.policy.shift:
+            found.setdefault(applied.region or applied, []).append(module)
+    return found
 
 
 def remove_policy(model: Module) -> Module:
@@ -246,6 +271,8 @@ def _strip(root: Module) -> None:
         applied = module.__dict__.pop(APPLIED, None)
         if applied is None:
             continue
+        if applied.unshifted is not None:
+            applied.unshifted.remove()
         for name in ("_replicate_for_data_parallel", "forward"):
             module.__dict__.pop(name, None)
         if applied.forward is not None:
@@ -282,6 +309,8 @@ def _plan(root: Module, rules: PolicyMap) -> dict[Module, Applied]:
         new = Applied(policy, pattern, owner, widen, "norm" in families, boundary)
         old = plan.setdefault(module, new)
         new.returns = None if enclosing is None or enclosing.low else enclosing.compute
+        new.region = None if boundary else enclosing
+        new.bits = policy.shift - (0 if enclosing is None else enclosing.policy.shift)
         if old.policy == policy:
             new.returns = new.returns or old.returns
             plan[module] = old if old.boundary and not new.boundary else new
@@ -322,7 +351,13 @@ def check_policy(policy: Policy) -> None:
         compute=(*LOW, *WIDE),
         output=(*LOW, *WIDE),
         master=("float32",),
+        shift=True,
     )
+    if policy.shift and policy.param_dtype in LOW:
+        raise PolicyError(
+            f"backend 'torch' cannot apply @2^{policy.shift} to {policy.param_dtype} parameters,"
+            " whose gradients it would take out of range again; allowed: params=float32"
+        )
     if policy.param_dtype not in ("float32", policy.compute_dtype) or (
         policy.compute_dtype == "float64" != policy.param_dtype
     ):

@@ -19,7 +19,9 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to `parser`."""
     parser.add_argument(
-        "--quick", action="store_true", help="200 random steps and fewer trainings: under two minutes"
+        "--quick",
+        action="store_true",
+        help="200 random steps and fewer trainings: 90 seconds",
     )
     parser.add_argument(
         "--random",

@@ -163,8 +163,8 @@ class _Result(NamedTuple):
     rows: list[Row]
     given: HandOver
     seconds: float
-    versions: dict[str, str] = {}
-    devices: dict[str, str] = {}
+    versions: dict[str, str]
+    devices: dict[str, str]
 
 
 def _result(worker: Worker, plan: Plan, before: Future[_Result] | None) -> _Result:
@@ -185,7 +185,7 @@ def _result(worker: Worker, plan: Plan, before: Future[_Result] | None) -> _Resu
             )
         except BackendError as error:
             rows = [Row("start", worker.label, "", "", "", 0, error=_last_words(error))]
-            return _Result(rows, given(), time.perf_counter() - start)
+            return _Result(rows, given(), time.perf_counter() - start, {}, {})
     rows = [Row.from_dict(row) for row in result["rows"]]
     handed = HandOver(**result["given"])
     seconds = time.perf_counter() - start

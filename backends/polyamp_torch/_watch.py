@@ -1,0 +1,284 @@
+"""Statistics of a model's modules, in the steps that are asked for.
+
+    begin()    from here on
+      forward of each unit: inputs and outputs are measured, a tap is put on the outputs
+      backward: the taps measure the gradients of the outputs, hooks those of the parameters
+    end()      all numbers to the host, in one transfer (reduced over ranks before)
+
+A unit is a module that has parameters of its own. Forwards are wrapped as policies wrap them, so
+that torch.compile traces the watched and the unwatched one, each once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from polyamp._errors import PolyampError
+from polyamp._statistics import RAW, ModuleStatistics, Statistics
+from polyamp_torch._cast import map_tensors
+from polyamp_torch._dtypes import _NORMS
+from polyamp_torch._measure import raw, raw_of, sampled, together
+from polyamp_torch._wrappers import unwrapped
+
+Module = torch.nn.Module
+Tensor = torch.Tensor
+
+KINDS = ("inputs", "output", "gradient", "weight_gradient", "weights")
+"""Fields of `ModuleStatistics` that are measured tensors, in the order of the transfer."""
+_WATCHED = 4096
+"""Entries of each unit's weights that are compared before and after a step."""
+
+
+class _Tap(torch.autograd.Function):
+    """Outputs as they are, whose gradients are measured into the gradient of `sink`."""
+
+    @staticmethod
+    def forward(ctx: Any, sink: Tensor, *outputs: Tensor) -> Any:
+        return tuple(out.clone() for out in outputs)  # views refuse to be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return together([raw(grad) for grad in grads]), *grads
+
+
+@dataclass(eq=False)
+class Probe:
+    """What is noted of one unit."""
+
+    path: str
+    active: bool = False
+    forward: Any = None
+    """The instance's own forward, if it had one."""
+    order: int = -1
+    """Which of the units was called first, second, ..."""
+    work: float = 0.0
+    noted: dict[str, list[Tensor]] = field(default_factory=dict)
+    sinks: list[Tensor] = field(default_factory=list)
+    used: int = 0
+
+    def note(self, kind: str, tree: Any) -> None:
+        """Keep the numbers of what `tree` holds."""
+        numbers = raw_of(tree)
+        if numbers is not None:
+            self.noted.setdefault(kind, []).append(numbers)
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.noted = {kind: [] for kind in KINDS}
+        self.used = 0
+
+
+def observed(module: Module, probe: Probe, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a unit."""
+    forward = probe.forward or functools.partial(type(module).forward, module)
+    if not probe.active:
+        return forward(*args, **kwargs)
+    probe.note("inputs", (args, kwargs))
+    out = forward(*args, **kwargs)
+    probe.note("output", out)
+    if not torch.is_grad_enabled():
+        return out
+    probe.work = _work(module, out)
+    return _tapped(out, probe) if torch.compiler.is_compiling() else _hooked(out, probe)
+
+
+def _hooked(out: Any, probe: Probe) -> Any:
+    def hook(grad: Tensor) -> None:
+        if probe.active:
+            probe.noted["gradient"].append(raw(grad))
+
+    def one(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tensor
+
+    map_tensors(out, one)
+    return out
+
+
+def _tapped(out: Any, probe: Probe) -> Any:
+    """As `_hooked`, for torch.compile, which takes no hooks on what it computes itself."""
+    tensors: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad and tensor.is_floating_point():
+            tensors.append(tensor)
+        return tensor
+
+    map_tensors(out, collect)
+    if not tensors:
+        return out
+    sink = probe.sinks[min(probe.used, len(probe.sinks) - 1)]
+    probe.used += 1
+    tapped = _Tap.apply(sink, *tensors)  # type: ignore[no-untyped-call]
+    found = dict(zip(map(id, tensors), tapped, strict=True))
+    return map_tensors(out, lambda tensor: found.get(id(tensor), tensor))
+
+
+def _work(module: Module, out: Any) -> float:
+    """Multiply-adds an entry that is written: entries of a weight that one output takes."""
+    weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+    if isinstance(module, torch.nn.Embedding):
+        return 0.0
+    return float(sum(w.numel() // max(w.shape[0], 1) for w in weights))
+
+
+def family_of(module: Module) -> str | None:
+    """The family of operations that a module is: "norm", or None."""
+    named = type(module).__name__.lower().endswith("norm")
+    return "norm" if isinstance(module, _NORMS) or named else None
+
+
+class Watch:
+    """Measures the units of a model; `remove` gives the model its forwards back.
+
+    Args:
+        model: any module; wrappers are looked through. Policies are applied before.
+
+    Raises:
+        PolyampError: the model has no parameters, or is watched already.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self.root = unwrapped(model)
+        self.units = {
+            path: module
+            for path, module in self.root.named_modules()
+            if next(module.parameters(recurse=False), None) is not None
+        }
+        if not self.units:
+            raise PolyampError("the model has no parameters, so there is nothing to measure")
+        self.probes = {path: Probe(path) for path in self.units}
+        self._handles: list[Any] = []
+        self._before: dict[str, list[Tensor]] = {}
+        self._calls = 0
+        self.install()
+
+    @property
+    def families(self) -> dict[str, str | None]:
+        """The family of each unit, by path."""
+        return {path: family_of(module) for path, module in self.units.items()}
+
+    def install(self) -> None:
+        """Wrap the forwards."""
+        if any(_is_watched(module) for module in self.units.values()):
+            raise PolyampError("the model is watched already; remove the other watch first")
+        for path, module in self.units.items():
+            probe = self.probes[path]
+            probe.forward = module.__dict__.get("forward")
+            forward = functools.partial(observed, module, probe)
+            forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+            module.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        """Give every unit the forward back that it had."""
+        self._stop()
+        for path, module in self.units.items():
+            if _is_watched(module):
+                del module.__dict__["forward"]
+                if self.probes[path].forward is not None:
+                    module.__dict__["forward"] = self.probes[path].forward
+
+    def begin(self) -> None:
+        """Measure from here on."""
+        self._stop()
+        for path, module in self.units.items():
+            probe = self.probes[path]
+            probe.clear()
+            params = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            if not probe.sinks:
+                device = next(module.parameters(recurse=False)).device
+                probe.sinks = [
+                    torch.zeros(len(RAW), device=device, requires_grad=True) for _ in range(4)
+                ]
+            for sink in probe.sinks:
+                sink.grad = None
+            self._handles += [p.register_hook(functools.partial(_note, probe)) for p in params]
+            self._before[path] = [sampled(p.detach(), _WATCHED).clone() for p in params]
+            probe.active = True
+
+    def end(self, group: Any = None) -> dict[str, ModuleStatistics]:
+        """What was measured since `begin`, in the order of the calls, and stop.
+
+        Args:
+            group: the ranks to reduce over, of torch.distributed; None: the default group where
+                it is initialized.
+        """
+        self._stop()
+        rows, updates = [], []
+        for path, probe in self.probes.items():
+            rows += [self._row(probe, kind) for kind in KINDS]
+            updates.append(self._update(path))
+        home = rows[0].device
+        numbers = torch.stack([row.to(home) for row in rows])
+        moved = torch.stack([update.to(home) for update in updates])
+        _reduce(numbers, moved, group)
+        table, steps = numbers.tolist(), moved.tolist()
+        found = {}
+        for index, (path, probe) in enumerate(self.probes.items()):
+            mine = table[index * len(KINDS) :][: len(KINDS)]
+            values = {k: _statistics(row) for k, row in zip(KINDS, mine, strict=True)}
+            if values["output"] is not None:
+                update = steps[index] if steps[index] >= 0 else None
+                one = ModuleStatistics(update=update, work=probe.work)
+                found[path] = one._replace(**values)  # type: ignore[arg-type]
+            probe.clear()
+        return found
+
+    def _stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for probe in self.probes.values():
+            probe.active = False
+
+    def _row(self, probe: Probe, kind: str) -> Tensor:
+        found = list(probe.noted.get(kind, ()))
+        if kind == "gradient":
+            found += [sink.grad for sink in probe.sinks if sink.grad is not None]
+        if kind == "weights":
+            params = self.units[probe.path].parameters(recurse=False)
+            found = [raw(param) for param in params if param.is_floating_point()]
+        return together(found) if found else torch.zeros(len(RAW), device=probe.sinks[0].device)
+
+    def _update(self, path: str) -> Tensor:
+        """Median of |dw| / |w| over the sampled nonzero weights, 0-d; -1 where there is none."""
+        params = [p for p in self.units[path].parameters(recurse=False) if p.requires_grad]
+        before = self._before.get(path, [])
+        if not before or len(before) != len(params):
+            return torch.full((), -1.0, device=self.probes[path].sinks[0].device)
+        old = torch.cat([b.float() for b in before])
+        new = torch.cat([sampled(p.detach(), _WATCHED).float() for p in params])
+        moved = torch.where(old != 0, (new - old).abs() / old.abs(), torch.nan)
+        return torch.nan_to_num(moved.nanmedian(), nan=-1.0)
+
+
+def _note(probe: Probe, grad: Tensor) -> None:
+    if probe.active:
+        probe.noted["weight_gradient"].append(raw(grad))
+
+
+def _is_watched(module: Module) -> bool:
+    forward = module.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func is observed
+
+
+def _statistics(row: list[float]) -> Statistics | None:
+    return Statistics.from_raw(row) if row[RAW.index("size")] else None
+
+
+def _reduce(numbers: Tensor, moved: Tensor, group: Any) -> None:
+    """Over the ranks, in place: amax and updates MAX, the other numbers SUM."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    largest = torch.cat([numbers[:, 0], moved])
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
+    distributed.all_reduce(numbers, distributed.ReduceOp.SUM, group=group)
+    numbers[:, 0] = largest[: len(numbers)]
+    moved.copy_(largest[len(numbers) :])

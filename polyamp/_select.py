@@ -1,0 +1,333 @@
+"""Selector: which number format a module can compute in, told by what its numbers are.
+
+    wanted(statistics, slack) -> the first of these that nothing speaks against
+        fp16            |inputs|, |outputs| <= 2**14; scaled gradients: at most 5 % of the nonzero
+                        entries below 2**-20, amax < 2**15
+        fp16 with 2**j  the same for values; at most 5 % of the gradient's nonzero entries more than
+                        30 bits below its amax: 2**j moves them all into reach
+        bf16            values and gradients finite
+        fp32
+      a format is passed over where the device lacks it, where it is slower there than float32
+      (unless memory is what counts), and where it makes the gradient less exact than a tenth of
+      the gradient's own noise
+
+    decide(statistics, selection, capabilities), for each module:
+        family of operations computed in float32 (norm, softmax, ...): fp32, always
+        out of range or not finite: to what is wanted, at once
+        wanted is safer, 3 samples in a row: move there; each return doubles the dwell (200 steps)
+        wanted with a quarter of the slack is faster, 3 samples in a row, and `dwell` steps later
+        still: move there
+
+Values are out of a format's reach whatever the loss scale is, and one batch later they may be
+infinite: so forward ranges need no three samples. Source: the range study in docs/selector.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from polyamp._errors import RuleError
+from polyamp._formats import shown
+from polyamp._policy_pattern import OP_FAMILIES
+from polyamp._selection import BRAIN, HALF, START, Capabilities, Choice, ModuleState, Selection
+from polyamp._statistics import ModuleStatistics
+
+_ANY = Capabilities()
+
+
+class _Against(NamedTuple):
+    statistic: str
+    value: float
+    threshold: float
+    urgent: bool = False
+
+
+class _Wish(NamedTuple):
+    choice: Choice
+    urgent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Thresholds of the precision selection matrix; the defaults are those of the study.
+
+    Attributes:
+        value_limit: largest |value| that float16 is trusted with.
+        gradient_limit: the same of scaled gradients.
+        share: of a gradient's nonzero entries that may be out of reach, 0..1.
+        margin: what remains of each limit for a module that wants to move up.
+        patience: samples in a row that a move takes.
+        dwell: steps between the last of them and a move up.
+        error_limit: of the gradient's error over its noise.
+        negligible: share of the squared norm of all weight gradients below which a module's
+            gradients are not judged: such as a key bias of attention, whose true gradient is 0.
+        work_limit: multiply-adds an entry read or written below which a module alone in a low
+            format does not pay for its two casts.
+        prefer: "speed", or "memory": then formats slower than float32 are used too.
+
+    Raises:
+        RuleError: a value outside its range; names it.
+    """
+
+    value_limit: float = 2.0**14
+    gradient_limit: float = 2.0**15
+    share: float = 0.05
+    margin: float = 0.25
+    patience: int = 3
+    dwell: int = 200
+    error_limit: float = 0.1
+    negligible: float = 1e-6
+    work_limit: float = 4.0
+    prefer: str = "speed"
+
+    def __post_init__(self) -> None:
+        shares = ("share", "margin", "negligible")
+        for name in ("value_limit", "gradient_limit", "error_limit", "work_limit", *shares):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise RuleError(f"{name} must be a number above 0, got {shown(value)}")
+            if not math.isfinite(value) or (name in shares and value >= 1):
+                allowed = "below 1" if name in shares else "finite"
+                raise RuleError(f"{name} must be {allowed}, got {shown(value)}")
+        for name, low in (("patience", 1), ("dwell", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise RuleError(f"{name} must be a whole number from {low}, got {shown(value)}")
+        if self.prefer not in ("speed", "memory"):
+            raise RuleError(f"prefer must be 'speed' or 'memory', got {shown(self.prefer)}")
+
+    def start(
+        self,
+        families: Mapping[str, str | None],
+        capabilities: Capabilities = _ANY,
+    ) -> Selection:
+        """The selection before anything was measured: the fastest format for every module.
+
+        Args:
+            families: of every module by path, None for those of no family.
+            capabilities: of the device.
+
+        Raises:
+            RuleError: an unknown family.
+        """
+        fastest = next(level for level in range(4) if level != 1 and self._has(level, capabilities))
+        modules = {}
+        for path, family in families.items():
+            if family is not None and family not in OP_FAMILIES:
+                raise RuleError(
+                    f"{path!r}: no family {shown(family)}; allowed: {', '.join(OP_FAMILIES)}"
+                )
+            choice = Choice(fastest) if family is None else Choice(3, statistic=f"family {family}")
+            modules[path] = ModuleState(choice, family)
+        return Selection(modules)
+
+    def decide(
+        self,
+        statistics: Mapping[str, ModuleStatistics],
+        selection: Selection,
+        capabilities: Capabilities = _ANY,
+        step: int | None = None,
+    ) -> Selection:
+        """The selection after one more sample; see the module.
+
+        Args:
+            statistics: by path; modules left out (not called) keep what they have.
+            selection: of `start`, or of the last sample.
+            capabilities: of the device.
+            step: optimizer steps done, above that of the last sample; None: one more.
+
+        Raises:
+            RuleError: a path that `start` was not given, or a step that goes back.
+        """
+        step = selection.step + 1 if step is None else step
+        if step < selection.step:
+            raise RuleError(f"step must not go back: {step} after {selection.step}")
+        _known(statistics, selection)
+        heavy = self._heavy(statistics)
+        modules, flips = dict(selection.modules), selection.flips
+        for path, measured in statistics.items():
+            old = modules[path]
+            if old.family is None:
+                modules[path] = self._next(old, measured, capabilities, step, path in heavy)
+                flips += modules[path].choice[:2] != old.choice[:2]
+        return Selection(modules, step, flips)
+
+    def calibrated(
+        self,
+        statistics: Mapping[str, ModuleStatistics],
+        selection: Selection,
+        capabilities: Capabilities = _ANY,
+    ) -> Selection:
+        """The selection that the statistics of a calibration want, without hysteresis; modules
+        alone in a low format that do not pay for their casts join their neighbours.
+
+        Raises:
+            RuleError: as `decide`.
+        """
+        _known(statistics, selection)
+        heavy = self._heavy(statistics)
+        modules = dict(selection.modules)
+        for path, measured in statistics.items():
+            if modules[path].family is None:
+                wish = self._wish(measured, capabilities, 1.0, path in heavy)
+                modules[path] = modules[path]._replace(choice=wish.choice)
+        return Selection(self._without_islands(modules, statistics), selection.step)
+
+    def _has(self, level: int, capabilities: Capabilities) -> bool:
+        if level == 3:
+            return True
+        name = BRAIN if level == 2 else HALF
+        slow = name in capabilities.slow and self.prefer == "speed"
+        return name in capabilities.formats and not slow and (level != 1 or capabilities.shifts)
+
+    def _heavy(self, statistics: Mapping[str, ModuleStatistics]) -> set[str]:
+        """Modules whose weight gradients are not negligible, or were not measured."""
+        squares = {
+            path: measured.weight_gradient.norm**2
+            for path, measured in statistics.items()
+            if measured.weight_gradient is not None
+        }
+        least = self.negligible * math.fsum(squares.values())
+        return {path for path in statistics if path not in squares or squares[path] >= least}
+
+    def _next(
+        self, old: ModuleState, new: ModuleStatistics, can: Capabilities, step: int, heavy: bool
+    ) -> ModuleState:
+        before = old.choice
+        ahead = _ahead(new, old.amax)
+        if new.output is not None:
+            old = old._replace(amax=new.output.amax)
+        now = self._wish(new, can, 1.0, heavy)
+        if now.urgent and now.choice.level > before.level:
+            return self._down(old, now.choice)
+        safer = max(now, self._wish(ahead, can, 1.0, heavy), key=lambda wish: wish.choice.level)
+        if safer.choice.level > before.level:
+            if old.bad + 1 >= self.patience:
+                return self._down(old, safer.choice)
+            return old._replace(bad=old.bad + 1, good=0, ready=-1)
+        faster = self._wish(new, can, self.margin, heavy).choice
+        if faster.level < before.level:
+            return self._up(old, faster, step)
+        stale = before.level == 1 and self._is_stale(before.shift, new)
+        renew = now.choice.level == before.level and (stale or before.statistic == START)
+        return old._replace(choice=now.choice if renew else before, bad=0, good=0, ready=-1)
+
+    def _up(self, old: ModuleState, choice: Choice, step: int) -> ModuleState:
+        good = old.good + 1
+        ready = step if good == self.patience else old.ready
+        if ready >= 0 and step - ready >= old.dwell:
+            return old._replace(choice=choice, bad=0, good=0, ready=-1, promoted=True)
+        return old._replace(bad=0, good=good, ready=ready)
+
+    def _down(self, old: ModuleState, choice: Choice) -> ModuleState:
+        dwell = old.dwell * 2 if old.promoted and old.dwell else old.dwell or self.dwell
+        return old._replace(choice=choice, bad=0, good=0, ready=-1, dwell=dwell)
+
+    def _is_stale(self, shift: int, measured: ModuleStatistics) -> bool:
+        amax = _largest(measured)
+        return amax > 0 and not 2.0**8 <= math.ldexp(amax, shift) < self.gradient_limit
+
+    def _wish(self, new: ModuleStatistics, can: Capabilities, slack: float, heavy: bool) -> _Wish:
+        """The fastest level that nothing speaks against, and what spoke against the one before.
+
+        Args:
+            slack: part of each share that may be used, 0..1; of ranges its square root.
+            heavy: whether the gradients count.
+        """
+        made, urgent = Choice(3, 0, *self._nearest(new)), False
+        for level in range(3):
+            if not self._has(level, can):
+                continue
+            against = self._against(level, new, slack, heavy)
+            if against is None:
+                shift = self._shift(new) if level == 1 else 0
+                return _Wish(made._replace(level=level, shift=shift), urgent)
+            made = Choice(3, 0, against.statistic, against.value, against.threshold)
+            urgent = urgent or against.urgent
+        return _Wish(made, urgent)
+
+    def _against(
+        self, level: int, new: ModuleStatistics, slack: float, heavy: bool
+    ) -> _Against | None:
+        """What forbids a level below 3."""
+        range_slack = math.sqrt(slack)
+        for name, s in (("inputs", new.inputs), ("output", new.output)):
+            if s is not None and s.nonfinite > 0:
+                return _Against(f"{name}.nonfinite", s.nonfinite, 0.0, urgent=True)
+            limit = self.value_limit * range_slack
+            if s is not None and level < 2 and s.amax > limit:
+                return _Against(f"{name}.amax", s.amax, limit, urgent=True)
+        error = dict(new.errors).get(BRAIN if level == 2 else HALF, 0.0)
+        if not error <= self.error_limit:
+            return _Against("error", error, self.error_limit)
+        if level == 2 or not heavy:
+            return None
+        for name, s in (("gradient", new.gradient), ("weight_gradient", new.weight_gradient)):
+            if s is None:
+                continue
+            amax = math.inf if s.nonfinite > 0 else s.amax
+            limit = self.gradient_limit * range_slack
+            if level == 0 and amax >= limit:
+                return _Against(f"{name}.amax", amax, limit)
+            reach, value = ("bad", s.bad) if level == 0 else ("far", s.far)
+            if value > self.share * slack:
+                return _Against(f"{name}.{reach}", value, self.share * slack)
+        return None
+
+    def _nearest(self, new: ModuleStatistics) -> tuple[str, float, float]:
+        """The statistic that comes nearest to its threshold."""
+        found = [("nothing measured", 0.0, 1.0)]
+        for name, s in (("inputs", new.inputs), ("output", new.output)):
+            if s is not None:
+                found.append((f"{name}.amax", s.amax, self.value_limit))
+        for name, s in (("gradient", new.gradient), ("weight_gradient", new.weight_gradient)):
+            if s is not None:
+                found.append((f"{name}.bad", s.bad, self.share))
+                found.append((f"{name}.amax", s.amax, self.gradient_limit))
+        return max(found, key=lambda entry: entry[1] / entry[2])
+
+    def _shift(self, measured: ModuleStatistics) -> int:
+        """j that puts the largest gradient between 2**13 and 2**14."""
+        amax = _largest(measured)
+        return 14 - math.frexp(amax)[1] if amax > 0 else 0
+
+    def _without_islands(
+        self, modules: Mapping[str, ModuleState], statistics: Mapping[str, ModuleStatistics]
+    ) -> dict[str, ModuleState]:
+        """Modules in the order of `statistics` (that of their calls)."""
+        paths, found = list(statistics), dict(modules)
+        for before, path, after in zip([None, *paths], paths, [*paths[1:], None], strict=False):
+            around = [modules[p].choice.level for p in (before, after) if p is not None]
+            work, choice = statistics[path].work, modules[path].choice
+            alone = bool(around) and choice.level < 3 and min(around) == 3
+            if alone and work is not None and work < self.work_limit:
+                merged = Choice(3, 0, "work", work, self.work_limit)
+                found[path] = found[path]._replace(choice=merged)
+        return found
+
+
+def _largest(measured: ModuleStatistics) -> float:
+    """The largest scaled gradient of the module."""
+    both = (measured.gradient, measured.weight_gradient)
+    return max((s.amax for s in both if s is not None), default=0.0)
+
+
+def _ahead(new: ModuleStatistics, before: float) -> ModuleStatistics:
+    """The statistics with the output as it will be if it goes on growing as it did, 4-fold at most
+    in a sample."""
+    out = new.output
+    if out is None or not before or not before < out.amax < math.inf:
+        return new
+    return new._replace(output=out._replace(amax=out.amax * min(out.amax / before, 4.0)))
+
+
+def _known(statistics: Mapping[str, ModuleStatistics], selection: Selection) -> None:
+    wrong = [path for path in statistics if path not in selection.modules]
+    if wrong:
+        raise RuleError(
+            f"no module {', '.join(map(repr, wrong[:3]))} in the selection, which has"
+            f" {len(selection.modules)}; start() is given every module"
+        )
