@@ -11,7 +11,8 @@
       (unless memory is what counts), and where it makes the gradient less exact than a tenth of
       the gradient's own noise
 
-    decide(statistics, selection, capabilities), for each module:
+    decide(statistics, selection, capabilities), for each module (gradients are not judged in a
+    sample in which one of them is not finite: that is the loss scale's business):
         family of operations computed in float32 (norm, softmax, ...): fp32, always
         out of range or not finite: to what is wanted, at once
         wanted is safer, 3 samples in a row: move there; each return doubles the dwell (200 steps)
@@ -146,7 +147,7 @@ class Selector:
         if step < selection.step:
             raise RuleError(f"step must not go back: {step} after {selection.step}")
         _known(statistics, selection)
-        heavy = self._heavy(statistics)
+        heavy = set() if _overflowed(statistics) else self._heavy(statistics)
         modules, flips = dict(selection.modules), selection.flips
         for path, measured in statistics.items():
             old = modules[path]
@@ -228,7 +229,7 @@ class Selector:
 
     def _is_stale(self, shift: int, measured: ModuleStatistics) -> bool:
         amax = _largest(measured)
-        return amax > 0 and not 2.0**8 <= math.ldexp(amax, shift) < self.gradient_limit
+        return amax > 0 and not 1.0 <= math.ldexp(amax, shift) < self.gradient_limit / 2
 
     def _wish(self, new: ModuleStatistics, can: Capabilities, slack: float, heavy: bool) -> _Wish:
         """The fastest level that nothing speaks against, and what spoke against the one before.
@@ -290,15 +291,17 @@ class Selector:
         return max(found, key=lambda entry: entry[1] / entry[2])
 
     def _shift(self, measured: ModuleStatistics) -> int:
-        """j that puts the largest gradient between 2**13 and 2**14."""
+        """j that puts the largest gradient between 2**7 and 2**8: a loss scale may rise 8 bits, and
+        what lies 30 bits below is not flushed."""
         amax = _largest(measured)
-        return 14 - math.frexp(amax)[1] if amax > 0 else 0
+        return 8 - math.frexp(amax)[1] if amax > 0 else 0
 
     def _without_islands(
         self, modules: Mapping[str, ModuleState], statistics: Mapping[str, ModuleStatistics]
     ) -> dict[str, ModuleState]:
-        """Modules in the order of `statistics` (that of their calls)."""
-        paths, found = list(statistics), dict(modules)
+        """Without modules of a low format between two of float32 that they are too small for."""
+        found = dict(modules)
+        paths = [path for path in statistics if modules[path].family is None]
         for before, path, after in zip([None, *paths], paths, [*paths[1:], None], strict=False):
             around = [modules[p].choice.level for p in (before, after) if p is not None]
             work, choice = statistics[path].work, modules[path].choice
@@ -307,6 +310,11 @@ class Selector:
                 merged = Choice(3, 0, "work", work, self.work_limit)
                 found[path] = found[path]._replace(choice=merged)
         return found
+
+
+def _overflowed(statistics: Mapping[str, ModuleStatistics]) -> bool:
+    gradients = [g for one in statistics.values() for g in (one.gradient, one.weight_gradient)]
+    return any(g is not None and g.nonfinite > 0 for g in gradients)
 
 
 def _largest(measured: ModuleStatistics) -> float:

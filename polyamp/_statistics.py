@@ -86,9 +86,9 @@ class ModuleStatistics(NamedTuple):
     weight_gradient: Statistics | None = None
     """Scaled gradients of the module's own parameters, together."""
     weights: Statistics | None = None
-    """The module's own parameters, together."""
+    """The module's own parameters, together; maybe no more than their amax, size and nonfinite."""
     inputs: Statistics | None = None
-    """What came in; a low format has to hold that too."""
+    """What came in, which a low format has to hold too; likewise."""
     update: float | None = None
     """Median of |dw| / |w| over the nonzero weights, of one optimizer step."""
     errors: tuple[tuple[str, float], ...] = ()

@@ -2,7 +2,8 @@
 
     every `every` steps:  measure one step (`Watch`), decide (`polyamp.Selector`)
                           if a decision changed: apply the new policy map to the live model
-    after a skipped step: measure the next one, whenever it comes
+    after a skipped step: measure the next one, forward ranges only: the loss scale has just been
+                          lowered, and gradients are small until it has recovered
 
 Where torch.distributed is initialized the statistics are reduced over all ranks, so that all switch
 at the same step.
@@ -26,6 +27,8 @@ from polyamp_torch._modules import apply_policy, rules_of
 from polyamp_torch._watch import Watch
 
 DEFAULT = Selector()
+RECOVERY = 5
+"""Steps after a skipped one in which gradients are not judged."""
 
 
 class Adaptive:
@@ -81,6 +84,7 @@ class Adaptive:
         self.selection = selector.start(self.watch.families, self.capabilities)
         self.statistics: dict[str, ModuleStatistics] = {}
         self.changes, self.steps, self._sampling = 0, 0, False
+        self._since_skip = RECOVERY
         self._rules: PolicyMap | None = None
         try:
             self._apply(self.selection.policy_map())
@@ -96,11 +100,13 @@ class Adaptive:
         Call it once a step, last: after `scaler.update()`.
         """
         self.steps += 1
+        skipped = self._skipped()
+        self._since_skip = 0 if skipped else self._since_skip + 1
         if self._sampling:
             self._sampling = False
             self.statistics = self.watch.end(self.group)
             self._decide()
-        if self.steps % self.every == 0 or self._skipped():
+        if self.steps % self.every == 0 or skipped:
             self._begin()
         return self.selection
 
@@ -153,7 +159,10 @@ class Adaptive:
         return decision is not None and decision.applied is False
 
     def _decide(self) -> None:
-        measured = self.statistics
+        measured: Mapping[str, ModuleStatistics] = self.statistics
+        if self._since_skip < RECOVERY:
+            nothing: dict[str, Any] = {"gradient": None, "weight_gradient": None}
+            measured = {path: one._replace(**nothing) for path, one in measured.items()}
         if self.changes >= self.max_changes:
             return
         before = self.selection

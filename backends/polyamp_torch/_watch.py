@@ -19,18 +19,21 @@ from typing import Any
 import torch
 
 from polyamp._errors import PolyampError
-from polyamp._statistics import RAW, ModuleStatistics, Statistics
+from polyamp._statistics import RAW, ModuleStatistics, Statistics, merged
 from polyamp_torch._cast import map_tensors
 from polyamp_torch._dtypes import _NORMS
-from polyamp_torch._measure import raw, raw_of, sampled, together
+from polyamp_torch._measure import Sample, numbers, raw, sampled, take_all, together
 from polyamp_torch._wrappers import unwrapped
 
 Module = torch.nn.Module
 Tensor = torch.Tensor
+Row = tuple[float, ...]
+ZEROS = (0.0,) * len(RAW)
 
 KINDS = ("inputs", "output", "gradient", "weight_gradient", "weights")
 """Fields of `ModuleStatistics` that are measured tensors, in the order of the transfer."""
-_WATCHED = 4096
+ENDS_ONLY = ("inputs", "weights")
+_WATCHED = 1024
 """Entries of each unit's weights that are compared before and after a step."""
 
 
@@ -54,18 +57,14 @@ class Probe:
     active: bool = False
     forward: Any = None
     """The instance's own forward, if it had one."""
-    order: int = -1
-    """Which of the units was called first, second, ..."""
     work: float = 0.0
-    noted: dict[str, list[Tensor]] = field(default_factory=dict)
+    noted: dict[str, list[Sample]] = field(default_factory=dict)
     sinks: list[Tensor] = field(default_factory=list)
     used: int = 0
 
     def note(self, kind: str, tree: Any) -> None:
-        """Keep the numbers of what `tree` holds."""
-        numbers = raw_of(tree)
-        if numbers is not None:
-            self.noted.setdefault(kind, []).append(numbers)
+        """Keep samples of what `tree` holds; of inputs and weights their largest entries alone."""
+        self.noted[kind] += take_all(tree, shares=kind not in ENDS_ONLY)
 
     def clear(self) -> None:
         """Forget what was noted."""
@@ -90,7 +89,7 @@ def observed(module: Module, probe: Probe, /, *args: Any, **kwargs: Any) -> Any:
 def _hooked(out: Any, probe: Probe) -> Any:
     def hook(grad: Tensor) -> None:
         if probe.active:
-            probe.noted["gradient"].append(raw(grad))
+            probe.note("gradient", grad)
 
     def one(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -156,7 +155,6 @@ class Watch:
         self.probes = {path: Probe(path) for path in self.units}
         self._handles: list[Any] = []
         self._before: dict[str, list[Tensor]] = {}
-        self._calls = 0
         self.install()
 
     @property
@@ -203,32 +201,55 @@ class Watch:
             probe.active = True
 
     def end(self, group: Any = None) -> dict[str, ModuleStatistics]:
-        """What was measured since `begin`, in the order of the calls, and stop.
+        """What was measured since `begin`, by path, and stop.
 
         Args:
             group: the ranks to reduce over, of torch.distributed; None: the default group where
                 it is initialized.
         """
         self._stop()
-        rows, updates = [], []
-        for path, probe in self.probes.items():
-            rows += [self._row(probe, kind) for kind in KINDS]
-            updates.append(self._update(path))
-        home = rows[0].device
-        numbers = torch.stack([row.to(home) for row in rows])
-        moved = torch.stack([update.to(home) for update in updates])
-        _reduce(numbers, moved, group)
-        table, steps = numbers.tolist(), moved.tolist()
+        for path, module in self.units.items():
+            self.probes[path].note("weights", list(module.parameters(recurse=False)))
+        rows, updates = self._to_host()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            home = next(self.root.parameters()).device
+            rows, updates = _agreed(rows, updates, home, group)
         found = {}
         for index, (path, probe) in enumerate(self.probes.items()):
-            mine = table[index * len(KINDS) :][: len(KINDS)]
+            mine = rows[index * len(KINDS) :][: len(KINDS)]
             values = {k: _statistics(row) for k, row in zip(KINDS, mine, strict=True)}
             if values["output"] is not None:
-                update = steps[index] if steps[index] >= 0 else None
+                update = updates[index] if updates[index] >= 0 else None
                 one = ModuleStatistics(update=update, work=probe.work)
                 found[path] = one._replace(**values)  # type: ignore[arg-type]
             probe.clear()
         return found
+
+    def _to_host(self) -> tuple[list[Row], list[float]]:
+        """The numbers of every unit and kind, and the updates, in one transfer a device."""
+        keys: list[tuple[str, str]] = []
+        samples: list[Sample] = []
+        for path, probe in self.probes.items():
+            for kind in KINDS:
+                keys += [(path, kind)] * len(probe.noted.get(kind, ()))
+                samples += probe.noted.get(kind, ())
+        taps = [
+            (path, sink.grad)
+            for path, probe in self.probes.items()
+            for sink in probe.sinks
+            if sink.grad is not None
+        ]
+        home = next(self.root.parameters()).device
+        parts = [numbers(_on(samples, home)).flatten()] if samples else []
+        parts += [grad.to(home) for _, grad in taps]
+        parts.append(torch.stack([self._update(path).to(home) for path in self.units]))
+        flat = torch.cat(parts).tolist()
+        collected: dict[tuple[str, str], list[Row]] = {}
+        for number, key in enumerate([*keys, *((path, "gradient") for path, _ in taps)]):
+            row = tuple(flat[number * len(RAW) :][: len(RAW)])
+            collected.setdefault(key, []).append(row)
+        rows = [merged(collected.get((p, k), ())) or ZEROS for p in self.units for k in KINDS]
+        return rows, flat[len(flat) - len(self.units) :]
 
     def _stop(self) -> None:
         for handle in self._handles:
@@ -236,15 +257,6 @@ class Watch:
         self._handles = []
         for probe in self.probes.values():
             probe.active = False
-
-    def _row(self, probe: Probe, kind: str) -> Tensor:
-        found = list(probe.noted.get(kind, ()))
-        if kind == "gradient":
-            found += [sink.grad for sink in probe.sinks if sink.grad is not None]
-        if kind == "weights":
-            params = self.units[probe.path].parameters(recurse=False)
-            found = [raw(param) for param in params if param.is_floating_point()]
-        return together(found) if found else torch.zeros(len(RAW), device=probe.sinks[0].device)
 
     def _update(self, path: str) -> Tensor:
         """Median of |dw| / |w| over the sampled nonzero weights, 0-d; -1 where there is none."""
@@ -260,7 +272,7 @@ class Watch:
 
 def _note(probe: Probe, grad: Tensor) -> None:
     if probe.active:
-        probe.noted["weight_gradient"].append(raw(grad))
+        probe.note("weight_gradient", grad)
 
 
 def _is_watched(module: Module) -> bool:
@@ -268,17 +280,26 @@ def _is_watched(module: Module) -> bool:
     return isinstance(forward, functools.partial) and forward.func is observed
 
 
-def _statistics(row: list[float]) -> Statistics | None:
+def _statistics(row: Row) -> Statistics | None:
     return Statistics.from_raw(row) if row[RAW.index("size")] else None
 
 
-def _reduce(numbers: Tensor, moved: Tensor, group: Any) -> None:
-    """Over the ranks, in place: amax and updates MAX, the other numbers SUM."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    largest = torch.cat([numbers[:, 0], moved])
-    distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=group)
-    distributed.all_reduce(numbers, distributed.ReduceOp.SUM, group=group)
-    numbers[:, 0] = largest[: len(numbers)]
-    moved.copy_(largest[len(numbers) :])
+def _on(samples: list[Sample], home: torch.device) -> list[Sample]:
+    """The samples on one device."""
+    if all(sample.part.device == home for sample in samples):
+        return samples
+    return [
+        Sample((s.ends[0].to(home), s.ends[1].to(home)), s.part.to(home), s.size) for s in samples
+    ]
+
+
+def _agreed(
+    rows: list[Row], updates: list[float], home: torch.device, group: Any
+) -> tuple[list[Row], list[float]]:
+    """Over the ranks: amax and updates MAX, the other numbers SUM."""
+    table = torch.tensor(rows, device=home)
+    largest = torch.cat([table[:, 0], torch.tensor(updates, device=home)])
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
+    torch.distributed.all_reduce(table, torch.distributed.ReduceOp.SUM, group=group)
+    table[:, 0] = largest[: len(rows)]
+    return [tuple(row) for row in table.tolist()], largest[len(rows) :].tolist()

@@ -90,6 +90,18 @@ BENCHES: dict[str, Bench] = {
         "final losses of float16 trainings with a tiny loss, under every scaling rule",
         needs="torch",
     ),
+    "selector": Bench(
+        "polyamp_torch._bench_selector",
+        "selector",
+        "what the precision selector chooses, and what comes of it in six hard trainings",
+        needs="torch",
+    ),
+    "torch-selector": Bench(
+        "polyamp_torch._bench_adaptive",
+        "torch_selector",
+        "a training step under Adaptive beside the same without",
+        needs="torch",
+    ),
     "jax-step": Bench(
         "polyamp_jax._bench",
         "jax_step",
