@@ -71,7 +71,7 @@ def _wait(device: str) -> None:
 
 def torch_selector(quick: bool, tell: Tell) -> Report:
     """The ratio for the demo's two models."""
-    rounds, device = 5 if quick else 40, default_device_type()
+    rounds, device = 3 if quick else 12, default_device_type()
     rows = []
     for name in ("transformer", "resnet"):
         tell(f"torch-selector: {name}, {rounds} rounds of 3 times {EVERY} steps")

@@ -35,7 +35,7 @@ from polyamp._state import Signal
 from polyamp.bench.harness import Tell
 from polyamp.bench.report import Report, Row
 from polyamp.demo.data import load
-from polyamp.demo.settings import Settings
+from polyamp.demo.settings import settings_for
 from polyamp_torch._adaptive import Adaptive
 from polyamp_torch._bench import report
 from polyamp_torch._calibrate import calibrate
@@ -124,9 +124,8 @@ def unsafe(grad: Tensor, shift: int = 0) -> bool:
 
 def demo(name: str) -> Hard:
     """One of the demo's trainings in the form of a hard one."""
-    task = load(name, 32)
-    width = 16 if name == "digits" else 48
-    settings = Settings(steps=1, batch=1, learning_rate=1.0, width=width, depth=1, heads=4)
+    settings = settings_for(name, quick=False, accelerator=False)
+    task = load(name, settings.context)
     model = build(task, settings)
     inputs, targets = torch.from_numpy(task.inputs), torch.from_numpy(task.targets)
     return Hard(name, model, inputs, targets)
