@@ -103,9 +103,9 @@ def merged(raws: Iterable[Sequence[float]]) -> tuple[float, ...] | None:
 
     `far` is counted from each one's own amax.
     """
-    rows = [tuple(map(float, raw)) for raw in raws]
-    if not rows:
-        return None
+    rows = [tuple(raw) for raw in raws]
+    if len(rows) < 2:
+        return rows[0] if rows else None
     columns = list(zip(*rows, strict=True))
     return (max(columns[0]), *(math.fsum(column) for column in columns[1:]))
 

@@ -87,7 +87,7 @@ class Snapshot:
         modules = dict(model.named_modules())
         for path in paths:
             for param in modules[path].parameters(recurse=False):
-                param.register_hook(self._keeper(path, "weights"))  # type: ignore[no-untyped-call]
+                param.register_hook(self._keeper(path, "weights"))
             modules[path].register_forward_hook(self._forward(path))
 
     def _keeper(self, path: str, into: str) -> Callable[[Tensor], None]:

@@ -68,7 +68,7 @@ class Hard:
     def accuracy(self) -> float:
         """Share of all samples that the model gets right."""
         self.model.eval()
-        right = (self.model(self.inputs).argmax(1) == self.targets).float().mean().item()
+        right: float = (self.model(self.inputs).argmax(1) == self.targets).float().mean().item()
         self.model.train()
         return right
 
@@ -107,7 +107,7 @@ class Recurrence(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(n, 8, 8) -> logits (n, classes)."""
-        pieces = images.flatten(1).unflatten(1, (-1, 2))
+        pieces = images.reshape(len(images), -1, 2)
         state = torch.zeros(len(images), self.recurrent.in_features, device=images.device)
         for step in range(pieces.shape[1]):
             state = F.relu(self.recurrent(state) + self.enter(pieces[:, step]))

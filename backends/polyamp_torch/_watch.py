@@ -74,9 +74,10 @@ class Probe:
 
 def observed(module: Module, probe: Probe, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a unit."""
-    forward = probe.forward or functools.partial(type(module).forward, module)
+    own = probe.forward
     if not probe.active:
-        return forward(*args, **kwargs)
+        return own(*args, **kwargs) if own else type(module).forward(module, *args, **kwargs)
+    forward = own or functools.partial(type(module).forward, module)
     probe.note("inputs", (args, kwargs))
     out = forward(*args, **kwargs)
     probe.note("output", out)
