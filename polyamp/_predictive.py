@@ -55,7 +55,9 @@ class Predictive(Rule):
                                q = min(q + 1/4, 12)                 if x > p + q: a near miss
                                q = max(q - r, 0)                    else; r = 0 below 2 % underflow,
                                                                     0.0025 below 8 % or unknown,
-                                                                    0.02 above
+                                                                    0.02 above; measured on every
+                                                                    n-th step only: n r there, 0
+                                                                    between
                            p = x                                    if c > 0
                            c = 0, seen = 1
         amax 0, subnormal: x = -27 - k, at least -9 before anything was seen
@@ -68,7 +70,9 @@ class Predictive(Rule):
         guard: whole bits kept free between the predicted largest gradient and float16's end. Add
             ceil(log2 N) where N micro-batches are summed, not averaged, in float16.
         sub_interval: measure `Signal.sub`, the share of underflow, on every such step; 0 for never.
-            It lets the margin shrink where much is flushed, and costs a pass over the gradients.
+            Without it the margin shrinks all the time, whether something is flushed or not, and
+            there are more overflows; with it a step in so many has one more pass over the
+            gradients. `rule="auto"` is this rule with `sub_interval=64`.
         at_floor: "clamp" keeps going at `min_scale`; "fault" faults on an overflow there.
         max_skips_in_a_row: fault after that many skipped steps in a row; None for never.
 
@@ -150,7 +154,7 @@ class Predictive(Rule):
 
 
 def _bind_observe(
-    rule: Rule, xp: Namespace
+    rule: Predictive, xp: Namespace
 ) -> Callable[[Any, tuple[Any, ...], Signal], tuple[Any, ...]]:
     """`(k, memory, signal) -> (p, q, c, seen)` after a step whose loss is finite."""
     where = xp.where
@@ -158,7 +162,7 @@ def _bind_observe(
     top, unset, whole = (xp.c(n, "i32") for n in (TOP, UNSET, 16))
     flushed, unseen, imputed_most = (xp.c(n * BIT, "i32") for n in (FLUSHED, _UNSEEN, 16))
     near, charge, most, shift = (xp.c(n, "i32") for n in (_NEAR, _CHARGE, _MOST, _SHIFT))
-    release, log2 = _bind_release(xp), bind_log2(xp)
+    release, log2 = _bind_release(xp, rule.sub_interval), bind_log2(xp)
 
     def observed(k: Any, memory: tuple[Any, ...], signal: Signal) -> tuple[Any, ...]:
         (p, q, c, seen), finite = memory, signal.finite
@@ -192,14 +196,17 @@ def _bind_observe(
     return observed
 
 
-def _bind_release(xp: Namespace) -> Callable[[Any], Any]:
-    """Underflow share -> what the margin shrinks by in a calm step."""
-    none, slow, fast = xp.c(0, "i32"), xp.c(_RELEASE, "i32"), xp.c(8 * _RELEASE, "i32")
+def _bind_release(xp: Namespace, interval: int) -> Callable[[Any], Any]:
+    """Underflow share -> what the margin shrinks by in a calm step; the share is measured on every
+    `interval`-th one (0: given or not, as it comes)."""
+    steps = min(max(interval, 1), _MOST // _RELEASE)
+    none, slow, fast = (xp.c(n * steps * _RELEASE, "i32") for n in (0, 1, 8))
+    blind = none if interval > 1 else slow
     unknown, few, many = xp.c(0.0, "f32"), xp.c(_FEW, "f32"), xp.c(_MANY, "f32")
 
     def release(sub: Any) -> Any:
         known = xp.where(sub < few, none, xp.where(sub < many, slow, fast))
-        return xp.where(sub < unknown, slow, known)
+        return xp.where(sub < unknown, blind, known)
 
     return release
 

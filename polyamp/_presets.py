@@ -116,8 +116,12 @@ def like(system: str, **overrides: Any) -> Dynamic:
     return Dynamic(**values)
 
 
-_OWN: dict[str, type[Rule]] = {
-    "auto": Predictive,
+def _auto() -> Rule:
+    return Predictive(sub_interval=64)
+
+
+_OWN: dict[str, Callable[[], Rule]] = {
+    "auto": _auto,
     "dynamic": Dynamic,
     "static": Static,
     "predictive": Predictive,

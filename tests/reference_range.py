@@ -72,10 +72,11 @@ class SlowPredictive:
         assert self.p is not None
         if x > self.p + self.q:
             self.q = min(self.q + BIT // 4, 12 * BIT)
-        elif sub < 0 or 0.02 <= np.float32(sub) < np.float32(0.08):
-            self.q = max(self.q - 164, 0)
-        elif np.float32(sub) >= np.float32(0.08):
-            self.q = max(self.q - 8 * 164, 0)
+        elif sub < 0:
+            self.q = max(self.q - (0 if self.rule.sub_interval > 1 else 164), 0)
+        elif np.float32(sub) >= np.float32(0.02):
+            calm = 164 if np.float32(sub) < np.float32(0.08) else 8 * 164
+            self.q = max(self.q - max(self.rule.sub_interval, 1) * calm, 0)
 
     def _note(self, x: int) -> None:
         if self.p is None or x > self.p:

@@ -154,7 +154,7 @@ def test_the_levels_of_log_max_are_a_mean_and_a_variance() -> None:
 
 
 RULES: dict[str, polyamp.Rule] = {
-    "auto": Predictive(),
+    "auto": Predictive(sub_interval=64),
     "predictive": Predictive(),
     "logmax": LogMax(),
     "delayed": DelayedScaling(),
@@ -222,10 +222,12 @@ def against(oracle: Any, rule: polyamp.Rule, run: list[Any]) -> None:
         assert saved == state
 
 
-@given(bounds, st.integers(0, 16), signals)
-def test_predictive_is_its_docstring(at: tuple[int, int, int], guard: int, run: Any) -> None:
+@given(bounds, st.integers(0, 16), st.sampled_from([0, 1, 4, 64]), signals)
+def test_predictive_is_its_docstring(
+    at: tuple[int, int, int], guard: int, interval: int, run: Any
+) -> None:
     low, first, high = (2.0**k for k in at)
-    rule = Predictive(init_scale=first, min_scale=low, max_scale=high, guard=guard)
+    rule = Predictive(first, low, high, guard=guard, sub_interval=interval)
     against(SlowPredictive, rule, run)
 
 

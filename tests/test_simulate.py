@@ -30,6 +30,7 @@ class Probe(polyamp.Static):
     """A static rule that keeps the signals it is shown."""
 
     wants_amax = True
+    sub_interval = 1
     seen: list[polyamp.Signal] = []  # noqa: RUF012
 
     def bind_change(self, xp):
@@ -186,7 +187,8 @@ class TestRules:
              polyamp.Dynamic(init_scale=1024.0, late_first_window=True, at_floor="hold")),
             ("static:1024", polyamp.Static(1024.0)),
             ("static:2**-3", polyamp.Static(0.125)),
-            ("auto:guard=2", polyamp.Predictive(guard=2)),
+            ("auto:guard=2", polyamp.Predictive(guard=2, sub_interval=64)),
+            ("predictive:guard=2", polyamp.Predictive(guard=2)),
             ("two-phase:literal=true", polyamp.TwoPhase(literal=True)),
             ("delayed:history=100,margin=3", polyamp.DelayedScaling(history=100, margin=3)),
         ],

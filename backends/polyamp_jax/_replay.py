@@ -55,6 +55,7 @@ def looped(advance: Any, mode: str) -> Callable[[Any, Any], Any]:
 
 def _columns(signals: Signals) -> list[Any]:
     columns = [jnp.asarray(signals.finite, bool), jnp.asarray(signals.loss_finite, bool)]
-    if signals.amax is not None:
-        columns.append(jnp.asarray(signals.amax, jnp.float32))
+    for values in (signals.amax, signals.sub):
+        if values is not None:
+            columns.append(jnp.asarray(values, jnp.float32))
     return columns

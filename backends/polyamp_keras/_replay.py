@@ -81,6 +81,7 @@ def _state(flat: Sequence[Any]) -> ScalerState:
 
 def _columns(signals: Signals) -> list[Any]:
     columns = [np.asarray(signals.finite), np.asarray(signals.loss_finite)]
-    if signals.amax is not None:
-        columns.append(np.asarray(signals.amax, np.float32))
+    for values in (signals.amax, signals.sub):
+        if values is not None:
+            columns.append(np.asarray(values, np.float32))
     return columns

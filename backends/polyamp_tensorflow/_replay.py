@@ -68,6 +68,7 @@ def _looped(rule: Rule, columns: Sequence[tf.Tensor]) -> ScalerState:
 
 def _columns(signals: Signals) -> list[tf.Tensor]:
     columns = [tf.constant(signals.finite), tf.constant(signals.loss_finite)]
-    if signals.amax is not None:
-        columns.append(tf.constant(signals.amax, tf.float32))
+    for values in (signals.amax, signals.sub):
+        if values is not None:
+            columns.append(tf.constant(values, tf.float32))
     return columns

@@ -163,8 +163,9 @@ def signal_of(finite: Tensor, records: Iterable[dict[str, Any]], losses: list[Te
     signal, seen = Signal(finite), [r["range"] for r in records if "range" in r]
     tops = [top for one in seen for top in one.amax.values()]
     shares = [share for one in seen for share in one.sub]
-    if tops:
-        signal = signal._replace(amax=as_f32(_together(tops, finite.device)))
+    if seen:  # of gradients without entries there is none
+        top = _together(tops, finite.device) if tops else torch.zeros((), device=finite.device)
+        signal = signal._replace(amax=as_f32(top))
     if losses:
         lost = _together([flag.logical_not() for flag in losses], finite.device)
         signal = signal._replace(loss_finite=lost.logical_not())

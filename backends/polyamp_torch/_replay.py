@@ -50,8 +50,9 @@ def _columns(signals: Signals, device: str) -> list[Any]:
         torch.tensor(signals.finite, device=device).unbind(),
         torch.tensor(signals.loss_finite, device=device).unbind(),
     ]
-    if signals.amax is not None:
-        columns.append(torch.tensor(signals.amax, dtype=torch.float32, device=device).unbind())
+    for values in (signals.amax, signals.sub):
+        if values is not None:
+            columns.append(torch.tensor(values, dtype=torch.float32, device=device).unbind())
     return columns
 
 

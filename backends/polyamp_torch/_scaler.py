@@ -163,7 +163,8 @@ class GradScaler(Stepping):
         Args:
             outputs: a tensor, or lists, tuples, dicts and other iterables of tensors, nested as
                 you like; collections come back as they are, other iterables as generators. float16
-                tensors with dimensions come back as float32.
+                tensors with dimensions come back as float32. With a rule that follows the range, a
+                value that is not finite skips the iteration and leaves the scale alone.
 
         Raises:
             ValueError: there is something else in `outputs`.

@@ -60,7 +60,8 @@ class Stepping(torch.amp.GradScaler):
 
     @torch.no_grad()
     def _note_losses(self, outputs: Any) -> None:
-        """Note whether what is scaled is finite, if the rule leaves forward NaN alone."""
+        """Note whether what is scaled is finite, if the rule leaves forward NaN alone; if not, the
+        step is skipped, whatever the gradients are."""
         if isinstance(outputs, Tensor):
             if self._keeper.rule.wants_amax:
                 self._losses.append(torch.isfinite(outputs).all())
@@ -69,6 +70,10 @@ class Stepping(torch.amp.GradScaler):
                 self._note_losses(output)
         elif isinstance(outputs, Mapping):
             self._note_losses(list(outputs.values()))
+
+    def _lost(self) -> list[Tensor]:
+        """0-d flags, 1 where what was scaled in this iteration is not finite: it is skipped too."""
+        return [finite.logical_not().to(torch.float32) for finite in self._losses]
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         return self._check_inf(optimizer, self._gradients.owned(optimizer))
@@ -125,7 +130,7 @@ class Stepping(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        flags = list(optimizer_state["found_inf_per_device"].values())
+        flags = [*optimizer_state["found_inf_per_device"].values(), *self._lost()]
         bad = combined(flags, flags[0].device).item() != 0.0
         result = None if bad else optimizer.step(*args, **kwargs)
         self._remember(optimizer, not bad)
@@ -138,7 +143,8 @@ class Stepping(torch.amp.GradScaler):
         if record["stage"] is OptState.STEPPED:
             raise RuntimeError("stepped already: call update() before the next step()")
         own, grads = record.get("folded") or self._checked(optimizer, record, scale)
-        found_inf = combined(record["found_inf_per_device"].values(), scale.device)
+        flags = (*record["found_inf_per_device"].values(), *self._lost())
+        found_inf = combined(flags, scale.device)
         if self._must_skip(optimizer, found_inf):
             record["stage"] = OptState.STEPPED
             self._remember(optimizer, False)

@@ -226,7 +226,9 @@ def _ranges(rule: Rule, trace: RangeTrace) -> Measure:
         if not wants:
             return _CLEAN
         seen = f32(amax[step] * scale)
-        return Signal(True, amax=0.0 if seen < 2.0**TINY_BITS else seen, sub=sub_of(step, scale))
+        due = rule.sub_interval and step % rule.sub_interval == 0
+        share = sub_of(step, scale) if due else -1.0
+        return Signal(True, amax=0.0 if seen < 2.0**TINY_BITS else seen, sub=share)
 
     return measure
 

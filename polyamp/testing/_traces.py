@@ -15,6 +15,8 @@ from polyamp._state import ScalerState, Signal
 from polyamp._xp import F32_MAX, f32
 
 SUBNORMAL = 2.0**-140
+SHARES = (-1.0, -1.0, 0.0, 0.02 - 2**-29, 0.02, 0.05, 0.08 - 2**-27, 0.08, 1.0)
+"""Of underflow: unknown, and at and below the thresholds of `Predictive`."""
 
 
 class Signals(NamedTuple):
@@ -26,17 +28,25 @@ class Signals(NamedTuple):
     """Whether the forward loss is finite."""
     amax: list[float] | None = None
     """f32: largest |gradient| as it came; None for rules that do not want it."""
+    sub: list[float] | None = None
+    """f32: share of underflow, -1 where it is not known; None where `amax` is."""
 
     def at(self, step: int) -> Signal:
         """The signal of one step, in Python numbers."""
-        amax = None if self.amax is None else self.amax[step]
-        return Signal(self.finite[step], self.loss_finite[step], amax)
+        signal = Signal(self.finite[step], self.loss_finite[step])
+        if self.amax is None or self.sub is None:
+            return signal
+        return signal._replace(amax=self.amax[step], sub=self.sub[step])
 
     def padded(self, steps: int) -> Signals:
         """The same, prolonged by clean steps to `steps` in all."""
         more = steps - len(self.finite)
-        amax = None if self.amax is None else self.amax + [1.0] * more
-        return Signals(self.finite + [True] * more, self.loss_finite + [True] * more, amax)
+        return Signals(
+            self.finite + [True] * more,
+            self.loss_finite + [True] * more,
+            None if self.amax is None else self.amax + [1.0] * more,
+            None if self.sub is None else self.sub + [-1.0] * more,
+        )
 
 
 class Difference(NamedTuple):
@@ -66,7 +76,17 @@ def from_flags(overflows: Sequence[int], rule: Rule) -> Signals:
     """Signals from a list of 0 (clean) and 1 (overflow), with a plain amax where it is wanted."""
     finite = [not o for o in overflows]
     amax = [1.0 if good else float("inf") for good in finite]
-    return Signals(finite, [True] * len(finite), amax if rule.wants_amax else None)
+    return _for(rule, finite, [True] * len(finite), amax, [-1.0] * len(finite))
+
+
+def _for(
+    rule: Rule,
+    finite: list[bool],
+    loss_finite: list[bool],
+    amax: list[float],
+    sub: list[float],
+) -> Signals:
+    return Signals(finite, loss_finite, *((amax, sub) if rule.wants_amax else ()))
 
 
 def random_signals(rule: Rule, seed: int, steps: int) -> Signals:
@@ -83,7 +103,8 @@ def random_signals(rule: Rule, seed: int, steps: int) -> Signals:
     finite = finite[:steps]
     loss_finite = [dice.random() > (0.01 if good else 0.2) for good in finite]
     amax = [_amax(dice, good) for good in finite]
-    return Signals(finite, loss_finite, amax if rule.wants_amax else None)
+    sub = [f32(dice.choice(SHARES)) for _ in finite]
+    return _for(rule, finite, loss_finite, amax, sub)
 
 
 def _amax(dice: random.Random, good: bool) -> float:

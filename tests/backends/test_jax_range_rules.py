@@ -75,7 +75,7 @@ def test_underflow_is_measured_on_the_steps_asked_for():
         share = polyamp.host.c(2 / 3, "f32") if number % 2 == 0 else -1.0
         want = polyamp.transition(rule, want, Signal(True, True, scale, share))
         assert polyamp.state_to_dict(state.scaler) == polyamp.state_to_dict(want)
-    assert want.memory[1] == 2 * 65536 - 2 * 8 * 164 - 3 * 164
+    assert want.memory[1] == 2 * 65536 - 2 * (2 * 8 * 164)
 
 
 def test_devices_of_an_axis_agree_on_the_largest():

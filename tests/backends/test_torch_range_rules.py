@@ -73,7 +73,7 @@ def test_states_are_the_cores_own(make, rule, kind, way):
 
 def test_auto_is_the_predictive_rule(make):
     scaler = make(rule="auto")
-    assert scaler.rule == Predictive()
+    assert scaler.rule == Predictive(sub_interval=64)
     scaler.scale(torch.ones(()))
     assert scaler.get_scale() == 4096.0
 
@@ -177,7 +177,7 @@ def test_underflow_is_measured_on_the_steps_asked_for(make):
         share = polyamp.host.c(2 / 3, "f32") if number % 2 == 0 else -1.0
         want = step(want, Signal(True, True, scale, share))
         assert scaler.state == want
-    assert want.memory[1] == 2 * 65536 - 2 * 8 * 164 - 3 * 164
+    assert want.memory[1] == 2 * 65536 - 2 * (2 * 8 * 164)
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -204,3 +204,35 @@ def test_a_forward_nan_leaves_the_scale_alone(make, several):
     scaler._keeper.clear_fault()
     scaler.update()
     assert (scaler.state.skipped, scaler.state.skipped_in_a_row) == (100, 0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused", "clipped", "together"])
+def test_a_loss_that_is_not_finite_skips_even_with_finite_gradients(make, kind):
+    scaler, param = make(rule="auto"), parameter(1.0)
+    optimizer = torch.optim.SGD([param], 0.1, fused=kind == "fused")
+    scaler.scale(param.sum() + NAN).backward()
+    if kind == "clipped":
+        scaler.clip_and_step(optimizer, 10.0)
+    elif kind == "together":
+        scaler.step_all([optimizer])
+    else:
+        scaler.step(optimizer)
+    scaler.update()
+    assert param.item() == 1.0
+    assert scaler.applied(optimizer) is False
+    assert bool(scaler.last_decision.applied) is False
+    assert scaler.state.reason == polyamp.Reason.LOSS_NOT_FINITE
+    backward(scaler, param)
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.item() < 1.0
+
+
+def test_gradients_without_entries(make):
+    scaler, param = make(rule="auto"), torch.nn.Parameter(torch.zeros(0, 4))
+    optimizer = torch.optim.SGD([param], 0.1)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.state.skipped == 0
+    assert scaler.applied(optimizer)

@@ -137,9 +137,10 @@ def replay(
 def _replayed(rule: polyamp.Rule, signals: Signals) -> polyamp.ScalerState:
     step, state, states = polyamp.bind(rule, xp), rule.init(xp), []
     for number in range(len(signals.finite)):
-        finite, loss_finite, amax, _ = signals.at(number)
+        finite, loss_finite, amax, sub = signals.at(number)
         amax = None if amax is None else xp.c(amax, "f32")
-        state = step(state, polyamp.Signal(np.bool_(finite), np.bool_(loss_finite), amax))
+        measured = (np.bool_(finite), np.bool_(loss_finite), amax, xp.c(sub, "f32"))
+        state = step(state, polyamp.Signal(*measured))
         states.append(state)
     *head, memory = zip(*states, strict=True)
     return polyamp.ScalerState(
