@@ -72,6 +72,8 @@ _CONFIG_SIGNS = {
 }
 
 
+_STATE_SCALES = ("scale", "cur_scale", "dynamic_scale")
+"""Keys of saved states; flax has "scale" in its configuration too."""
 _WEAK = {"fairseq", "metaseq"}
 """Systems whose one key says little: they give way to any other."""
 
@@ -167,6 +169,8 @@ def find(data: Any, system: str | None, at: str | None) -> Found:
     hits = list(_states(outer, system, at))
     if not hits:
         hits = list(_configs(outer, system, at))
+        for hit in hits:
+            _refuse_half_a_state(hit)
     hits = _distinct([h for h in hits if system or h.system not in _WEAK] or hits)
     if len(hits) == 1:
         return hits[0]
@@ -228,6 +232,27 @@ def _configs(outer: Mapping[str, Any], system: str | None, at: str | None) -> It
         for name in [system] if system in WORDS else _config_systems(config):
             if any(key in config for word in WORDS[name] for key in word.keys):
                 yield Found(name, path, {}, config)
+
+
+def _refuse_half_a_state(hit: Found) -> None:
+    """Refuse a scale of a saved state without the counters beside it: it is no configuration.
+
+    Raises:
+        StateError: names the keys that are missing.
+    """
+    words = {key for word in WORDS.get(hit.system, ()) for key in word.keys}
+    scales = sorted(key for key in _STATE_SCALES if key in hit.config and key not in words)
+    signs = DIALECTS[hit.system].signs if hit.system in DIALECTS else ()
+    if not scales or not signs:
+        return
+    missing = min((sorted(sign - set(hit.config)) for sign in signs), key=len)
+    if missing:
+        where = f" at {hit.place}" if hit.place else ""
+        raise StateError(
+            f"half a state of {hit.system}{where}: it has {', '.join(scales)}, but not"
+            f" {', '.join(missing)}, so the scale would be lost. Add what is missing, or take"
+            f" {', '.join(scales)} away to read a configuration"
+        )
 
 
 def _config_systems(config: Mapping[str, Any]) -> list[str]:

@@ -118,3 +118,20 @@ def test_nothing_that_was_read_is_changed() -> None:
     before = copy.deepcopy(data)
     import_scaler(data)
     assert data == before
+
+
+@pytest.mark.parametrize(
+    ("saved", "system", "missing"),
+    [
+        ({"scale": 4.0, "growth_factor": 2.0, "growth_interval": 3}, "torch", "_growth_tracker"),
+        ({"dynamic_scale": 4.0, "dynamic_growth_steps": 5}, None, "step_counter"),
+        ({"cur_scale": 8.0, "cur_iter": 50, "scale_window": 10}, "deepspeed-zero", "dynamic"),
+        ({"cur_scale": 8.0, "cur_iter": 50, "scale_window": 10}, "deepspeed-stage0", "dynamic"),
+        ({"scale": 4.0, "growth_tracker": 1, "min_loss_scale": 2.0}, "megatron", "hysteresis"),
+        ({"scale": 4.0, "growth_interval": 3}, "nemo", "_growth_tracker"),
+        ({"scale": 4.0, "growth_step": 3, "growth_interval": 5}, "colossalai", "hysteresis"),
+    ],
+)
+def test_half_a_state_is_not_read_as_a_configuration(saved, system, missing) -> None:
+    with pytest.raises(polyamp.StateError, match=f"half a state of .*{missing}"):
+        polyamp.import_scaler(saved, system)
