@@ -38,6 +38,7 @@ from polyamp._interchange import scaler_to_dict as scaler_to_dict
 from polyamp._interchange import state_from_dict as state_from_dict
 from polyamp._interchange import state_to_dict as state_to_dict
 from polyamp._logmax import LogMax as LogMax
+from polyamp._module_scales import ModuleScales as ModuleScales
 from polyamp._policy import Policy as Policy
 from polyamp._policy import parse_policy as parse_policy
 from polyamp._policy import require_supported as require_supported
@@ -96,6 +97,7 @@ __all__ = [
     "state_from_dict",
     "state_to_dict",
     "LogMax",
+    "ModuleScales",
     "Policy",
     "parse_policy",
     "require_supported",

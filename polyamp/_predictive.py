@@ -75,6 +75,9 @@ class Predictive(Rule):
             gradients. `rule="auto"` is this rule with `sub_interval=64`.
         at_floor: "clamp" keeps going at `min_scale`; "fault" faults on an overflow there.
         max_skips_in_a_row: fault after that many skipped steps in a row; None for never.
+        per_module: modules get powers of two of their own where their gradients span more bits
+            than one scale covers (`ModuleScales`). The rule itself decides as without; who has the
+            model acts on it: `polyamp.torch.Trainer`, or `Adaptive(selector=ModuleScales())`.
 
     All scales are powers of two. The rule asks for `Signal.amax`, the largest gradient as it came,
     and uses `Signal.sub` where it is known. `ScalerState.memory` is
@@ -95,12 +98,15 @@ class Predictive(Rule):
     sub_interval: int = 0
     at_floor: Literal["clamp", "fault"] = "clamp"
     max_skips_in_a_row: int | None = None
+    per_module: bool = False
 
     def __post_init__(self) -> None:
         check_scales(self)
         check_powers_of_two(self, "init_scale", "min_scale", "max_scale")
         check_count(self, "guard", 0)
         check_count(self, "sub_interval", 0)
+        if not isinstance(self.per_module, bool):
+            raise RuleError(f"Predictive: per_module must be a bool, got {self.per_module!r}")
         if self.guard > TOP:
             raise RuleError(f"Predictive: guard must be 0 to {TOP} bits, got {self.guard}")
         if self.at_floor not in ("clamp", "fault"):

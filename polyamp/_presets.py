@@ -8,6 +8,7 @@ torch, which grows until float32 ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 

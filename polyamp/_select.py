@@ -147,7 +147,7 @@ class Selector:
         if step < selection.step:
             raise RuleError(f"step must not go back: {step} after {selection.step}")
         _known(statistics, selection)
-        heavy = set() if _overflowed(statistics) else self._heavy(statistics)
+        heavy = set() if overflowed(statistics) else self._heavy(statistics)
         modules, flips = dict(selection.modules), selection.flips
         for path, measured in statistics.items():
             old = modules[path]
@@ -228,7 +228,7 @@ class Selector:
         return old._replace(choice=choice, bad=0, good=0, ready=-1, dwell=dwell)
 
     def _is_stale(self, shift: int, measured: ModuleStatistics) -> bool:
-        amax = _largest(measured)
+        amax = largest_gradient(measured)
         return amax > 0 and not 1.0 <= math.ldexp(amax, shift) < self.gradient_limit / 2
 
     def _wish(self, new: ModuleStatistics, can: Capabilities, slack: float, heavy: bool) -> _Wish:
@@ -293,7 +293,7 @@ class Selector:
     def _shift(self, measured: ModuleStatistics) -> int:
         """j that puts the largest gradient between 2**7 and 2**8: a loss scale may rise 8 bits, and
         what lies 30 bits below is not flushed."""
-        amax = _largest(measured)
+        amax = largest_gradient(measured)
         return 8 - math.frexp(amax)[1] if amax > 0 else 0
 
     def _without_islands(
@@ -312,12 +312,13 @@ class Selector:
         return found
 
 
-def _overflowed(statistics: Mapping[str, ModuleStatistics]) -> bool:
+def overflowed(statistics: Mapping[str, ModuleStatistics]) -> bool:
+    """Whether a gradient in a sample is not finite."""
     gradients = [g for one in statistics.values() for g in (one.gradient, one.weight_gradient)]
     return any(g is not None and g.nonfinite > 0 for g in gradients)
 
 
-def _largest(measured: ModuleStatistics) -> float:
+def largest_gradient(measured: ModuleStatistics) -> float:
     """The largest scaled gradient of the module."""
     both = (measured.gradient, measured.weight_gradient)
     return max((s.amax for s in both if s is not None), default=0.0)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from polyamp._errors import PolyampError, StateError
+from polyamp._module_scales import ModuleScales
 from polyamp._policy_map import PolicyMap
 from polyamp._select import Selector
 from polyamp._selection import Capabilities, Selection
@@ -45,7 +46,7 @@ class Adaptive:
     Args:
         model: starts in the fastest format of its device throughout; has no other policy.
         scaler: whose skipped steps call for a sample; None: only every `every` steps.
-        selector: the thresholds.
+        selector: the thresholds; or `ModuleScales`, for float16 throughout.
         capabilities: of the model's device; None: measured (`capabilities`).
         every: steps between two samples, 1 or more.
         max_changes: policies applied at most; then the model keeps what it has, with a warning.
@@ -67,7 +68,7 @@ class Adaptive:
         model: torch.nn.Module,
         scaler: Any = None,
         *,
-        selector: Selector = DEFAULT,
+        selector: Selector | ModuleScales = DEFAULT,
         capabilities: Capabilities | None = None,
         every: int = 50,
         max_changes: int = 64,
