@@ -4,8 +4,10 @@ from polyamp_jax import Adaptive as Adaptive
 from polyamp_jax import DynamicScale as DynamicScale
 from polyamp_jax import LossScaledState as LossScaledState
 from polyamp_jax import Plan as Plan
+from polyamp_jax import advise as advise
 from polyamp_jax import apply_policy as apply_policy
 from polyamp_jax import autocast as autocast
+from polyamp_jax import calibrate as calibrate
 from polyamp_jax import capabilities as capabilities
 from polyamp_jax import check as check
 from polyamp_jax import decision as decision
@@ -29,8 +31,10 @@ __all__ = [
     "DynamicScale",
     "LossScaledState",
     "Plan",
+    "advise",
     "apply_policy",
     "autocast",
+    "calibrate",
     "capabilities",
     "check",
     "decision",

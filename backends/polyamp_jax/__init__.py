@@ -2,6 +2,8 @@
 
 from polyamp_jax._adaptive import Adaptive as Adaptive
 from polyamp_jax._autocast import autocast as autocast
+from polyamp_jax._calibrate import advise as advise
+from polyamp_jax._calibrate import calibrate as calibrate
 from polyamp_jax._capabilities import capabilities as capabilities
 from polyamp_jax._cast import cast as cast
 from polyamp_jax._cast import unscale as unscale
