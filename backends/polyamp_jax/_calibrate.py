@@ -137,11 +137,12 @@ class _Calibration:
         self.macs: dict[str, float] = {}
         self.noise, self.scale = math.inf, 1.0
         self._batch: tuple[Any, ...] | None = None
+        self._called: list[str] = []
         self._reference = np.zeros(0, np.float32)
         fun = functools.partial(self.loss_fn if gradients else _total(loss_fn), WIDE)
         self._sample = jax.jit(
             lambda scale, params, *batch: measured(
-                fun, tuple(self.units), scale, 0 if gradients else (), False
+                fun, tuple(self.units), scale, 0 if gradients else (), False, self._called
             )(params, *batch)
         )
 
@@ -168,7 +169,8 @@ class _Calibration:
             path: (one.work or 0.0) * (one.output.size if one.output else 0)
             for path, one in samples[0].items()
         }
-        return {path: worst([s[path] for s in samples if path in s]) for path in samples[0]}
+        order = [path for path in dict.fromkeys(self._called) if path in samples[0]]
+        return {path: worst([s[path] for s in samples if path in s]) for path in order}
 
     def _pass(self, batch: tuple[Any, ...], state: Any) -> _Pass:
         self.scale = float(state.loss_scale) if self.gradients else 1.0

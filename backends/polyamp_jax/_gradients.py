@@ -149,7 +149,7 @@ def value_grad_and_statistics(
         if not plan.sampling:
             value, grads = seeded(fun, scale, argnums, has_aux)(*args, **kwargs)
             return value, grads, {}
-        value, grads, statistics = measured(fun, plan.units, scale, argnums, has_aux)(
+        value, grads, statistics = measured(fun, plan.units, scale, argnums, has_aux, [])(
             *args, **kwargs
         )
         return value, grads, _over(statistics, axes(axis_name))
@@ -163,12 +163,17 @@ def measured(
     scale: Any,
     argnums: int | Sequence[int],
     has_aux: bool,
+    called: list[str],
 ) -> Callable[..., Any]:
-    """As `seeded`, and the statistics of every unit, f32 (5, 8)."""
+    """As `seeded`, and the statistics of every unit, f32 (5, 8).
+
+    Args:
+        called: is given the paths of the units in the order of their calls, when it is traced.
+    """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        called: list[str] = []
+        called.clear()
 
         def of(sinks: Any, *inner: Any, **keywords: Any) -> Any:
             with watching(sinks) as watch:

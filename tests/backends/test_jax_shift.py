@@ -15,6 +15,7 @@ from flax import nnx  # noqa: E402
 
 import polyamp.jax as amp  # noqa: E402
 from polyamp import PolicyError, PolicyMap  # noqa: E402
+from polyamp_jax._shift import times  # noqa: E402
 
 X = jax.random.normal(jax.random.key(1), (8, 4))
 PLAIN = PolicyMap(default="float32")
@@ -151,3 +152,135 @@ def same(one: Any, other: Any) -> None:
 @SYSTEMS
 def test_gradients_in_float32_are_those_without_bit_for_bit(gradients: Any) -> None:
     same(gradients(NESTED), gradients(PLAIN))
+
+
+def test_of_a_function_parameters_are_arguments() -> None:
+    def fun(w: Any, x: Any) -> Any:
+        seen.append(jax.typeof(w).dtype.name)
+        return jnp.tanh(x @ w)
+
+    seen: list[str] = []
+    w = jax.random.normal(jax.random.key(0), (4, 4))
+
+    def gradient(policy: str) -> Any:
+        return jax.grad(lambda w: amp.apply_policy(fun, policy)(w, X).sum())(w)
+
+    np.testing.assert_array_equal(gradient("float32@2^-40"), gradient("float32"))
+    tiny = jax.grad(lambda w: amp.apply_policy(fun, "fp16@2^40")(w, X).sum() * 2.0**-40)(w)
+    np.testing.assert_allclose(tiny * 2.0**40, gradient("float32"), rtol=2e-2, atol=5e-3)
+    assert seen[-1] == "float16"
+    flushed = jax.grad(lambda w: amp.apply_policy(fun, "fp16")(w, X).sum() * 2.0**-40)(w)
+    assert not flushed.any()
+
+
+def test_inside_gradients_are_2_to_the_j_as_large() -> None:
+    found: list[float] = []
+
+    @jax.custom_vjp
+    def look(x: Any) -> Any:
+        return x
+
+    look.defvjp(lambda x: (x, None), lambda _, g: (found.append(float(g[0])), (g,))[1])
+    inner = amp.apply_policy(lambda x: look(x) * 1.0, "float32@2^7")
+    outer = amp.apply_policy(lambda x: inner(look(x)), "float32@2^-3")
+    # Functions know nothing of what encloses them: their powers add up.
+    np.testing.assert_array_equal(jax.grad(lambda x: outer(x).sum())(jnp.ones(2)), jnp.ones(2))
+    assert found == [2.0**4, 2.0**-3]
+
+
+@pytest.mark.parametrize("bits", [126, -126, 252, -252, 7])
+def test_times_is_exact(bits: int) -> None:
+    x = jnp.float32(1.5 * 2.0 ** (-bits // 2))
+    for fun in (times, jax.jit(times, static_argnums=1)):
+        assert float(fun(x, bits)) == float(np.ldexp(np.float64(x), bits))
+
+
+class Sigmoids(nn.Module):
+    """16 layers, each of which makes gradients about 4 bits smaller."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for number in range(16):
+            x = nn.sigmoid(nn.Dense(32, name=f"l{number}")(x))
+        return nn.Dense(1, name="head")(x)
+
+
+def flushed(rules: PolicyMap, scale: float) -> tuple[float, float]:
+    """(share of zeros, share of non-finite entries) of the weights' gradients."""
+    x = jax.random.normal(jax.random.key(2), (16, 32))
+    params = Sigmoids().init(jax.random.key(0), x)["params"]
+
+    @jax.jit
+    def gradients(params: Any) -> Any:
+        module = amp.apply_policy(Sigmoids(), rules)
+        return jax.grad(lambda p: module.apply({"params": p}, x).mean() * scale)(params)
+
+    weights = [np.asarray(gradients(params)[f"l{number}"]["kernel"]) for number in range(16)]
+    flat = np.concatenate([weight.ravel() for weight in weights])
+    return float(np.mean(flat == 0)), float(np.mean(~np.isfinite(flat)))
+
+
+def test_sixteen_sigmoid_layers_need_powers_of_their_own() -> None:
+    """Their gradients span more than float16 does: no scale of the loss holds them all."""
+    plain = PolicyMap(default="params=f32,compute=f16,output=f32")
+    assert flushed(PolicyMap(default="float32"), 1.0) == (0.0, 0.0)
+    best = min(sum(flushed(plain, 2.0**k)) for k in (10, 14, 18, 22))
+    shifts = {
+        f"l{number}": f"params=f32,compute=f16,output=f32@2^{3 * (15 - number)}"
+        for number in range(16)
+    }
+    own = PolicyMap(shifts, default=plain.default)
+    zeros, lost = flushed(own, 2.0**10)
+    assert best > 0.05
+    assert (zeros, lost) == (0.0, 0.0)
+
+
+class TestRefused:
+    def test_low_parameters(self) -> None:
+        with pytest.raises(PolicyError, match=r"@2\^3 to float16 parameters.*params=float32"):
+            amp.apply_policy(Sigmoids(), "params=f16,compute=f16,output=f16@2^3")
+
+    def test_autocast(self) -> None:
+        with pytest.raises(PolicyError, match=r"@2\^3 \(allowed: leave it out\)"):
+            amp.autocast(lambda x: x, "fp16@2^3")
+
+    def test_a_live_module_as_argument(self) -> None:
+        class Caller(nnx.Module):
+            def __call__(self, x: Any, layer: Any) -> Any:
+                return layer(x)
+
+        model = amp.apply_policy(Caller(), "fp16@2^3")
+        with pytest.raises(PolicyError, match="called with a live Linear"):
+            model(X, nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+
+    def test_a_shared_module_in_two_regions(self) -> None:
+        class Part(nnx.Module):
+            def __init__(self, layer: Any) -> None:
+                self.layer = layer
+
+            def __call__(self, x: Any) -> Any:
+                return self.layer(x)
+
+        class Model(nnx.Module):
+            def __init__(self) -> None:
+                self.a = Part(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+                self.b = Part(self.a.layer)
+
+            def __call__(self, x: Any) -> Any:
+                return self.b(self.a(x))
+
+        rules = PolicyMap({"a": "float32@2^3", "*.layer": "float32@2^5"}, default="float32")
+        with pytest.raises(PolicyError, match="one shared module inside modules with different"):
+            amp.apply_policy(Model(), rules)
+
+    def test_a_write_to_a_parameter_that_would_be_lost(self) -> None:
+        class Writer(nnx.Module):
+            def __init__(self) -> None:
+                self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+            def __call__(self, x: Any) -> Any:
+                self.layer.bias[...] = jnp.ones(4)
+                return self.layer(x)
+
+        with pytest.raises(PolicyError, match="the write would be lost"):
+            amp.apply_policy(Writer(), "float32@2^3")(X)
