@@ -301,33 +301,36 @@ def _identity(key: Any, shape: Any, dtype: Any = jnp.float32) -> Any:
     return jnp.eye(*shape, dtype=dtype)
 
 
+compiled: list[amp.Plan] = []
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def train_step(params: Any, opt_state: Any, x: Any, plan: amp.Plan) -> Any:
+    compiled.append(plan)
+
+    def loss_fn(params: Any) -> Any:
+        return (amp.apply_policy(Wide(), plan.policy).apply({"params": params}, x) ** 2).mean()
+
+    fun = amp.value_grad_and_statistics(loss_fn, plan)
+    loss, grads, statistics = fun(opt_state, params)
+    params, opt_state = amp.step(TX, grads, opt_state, params, loss=loss)
+    return params, opt_state, statistics
+
+
 class Training:
-    """A training of `Wide` under `Adaptive`, counting its compilations."""
+    """A training of `Wide` under `Adaptive`."""
 
     def __init__(self, every: int = 4, **options: Any) -> None:
         self.adaptive = amp.Adaptive(amp.units(Wide(), X), capabilities=CAN, every=every, **options)
         self.params = Wide().init(jax.random.key(0), X)["params"]
         self.opt_state = TX.init(self.params)
-        self.compiled: list[amp.Plan] = []
-        self.step = jax.jit(self._step, static_argnames="plan")
-
-    def _step(self, params: Any, opt_state: Any, x: Any, plan: amp.Plan) -> Any:
-        self.compiled.append(plan)
-
-        def loss_fn(params: Any) -> Any:
-            return (amp.apply_policy(Wide(), plan.policy).apply({"params": params}, x) ** 2).mean()
-
-        fun = amp.value_grad_and_statistics(loss_fn, plan)
-        loss, grads, statistics = fun(opt_state, params)
-        params, opt_state = amp.step(TX, grads, opt_state, params, loss=loss)
-        return params, opt_state, statistics
 
     def run(self, steps: int, top: float) -> list[str]:
         """The formats of the first layer after each step, with inputs as large as `top`."""
         x = X / jnp.abs(X).max() * top
         found = []
         for _ in range(steps):
-            self.params, self.opt_state, statistics = self.step(
+            self.params, self.opt_state, statistics = train_step(
                 self.params, self.opt_state, x, plan=self.adaptive.plan
             )
             selection = self.adaptive.update(statistics, self.opt_state)
@@ -347,15 +350,17 @@ class TestAdaptive:
         assert training.adaptive.policy.policy_for("first").compute_dtype == "bfloat16"
 
     def test_one_compilation_a_change_and_one_for_the_sample(self) -> None:
+        train_step.clear_cache()
+        compiled.clear()
         training = Training()
         training.run(8, 100.0)
-        assert [plan.sampling for plan in training.compiled] == [True, False]
+        assert [plan.sampling for plan in compiled] == [True, False]
         training.run(8, 17000.0)
-        assert [plan.sampling for plan in training.compiled] == [True, False, False, True]
-        assert len({plan.policy for plan in training.compiled}) == 2
+        assert [plan.sampling for plan in compiled] == [True, False, False, True]
+        assert len({plan.policy for plan in compiled}) == 2
         assert training.adaptive.changes == 1
         training.run(40, 17000.0)
-        assert len(training.compiled) == 4
+        assert len(compiled) == 4
 
     def test_it_goes_on_from_its_dict(self) -> None:
         whole, first, second = Training(), Training(), Training()

@@ -167,8 +167,8 @@ def test_of_a_function_parameters_are_arguments() -> None:
 
     np.testing.assert_array_equal(gradient("float32@2^-40"), gradient("float32"))
     tiny = jax.grad(lambda w: amp.apply_policy(fun, "fp16@2^40")(w, X).sum() * 2.0**-40)(w)
-    np.testing.assert_allclose(tiny * 2.0**40, gradient("float32"), rtol=2e-2, atol=5e-3)
     assert seen[-1] == "float16"
+    np.testing.assert_allclose(tiny * 2.0**40, gradient("float32"), rtol=2e-2, atol=5e-3)
     flushed = jax.grad(lambda w: amp.apply_policy(fun, "fp16")(w, X).sum() * 2.0**-40)(w)
     assert not flushed.any()
 
@@ -201,7 +201,8 @@ class Sigmoids(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         for number in range(16):
-            x = nn.sigmoid(nn.Dense(32, name=f"l{number}")(x))
+            small = nn.initializers.normal(0.05)
+            x = nn.sigmoid(nn.Dense(32, kernel_init=small, name=f"l{number}")(x))
         return nn.Dense(1, name="head")(x)
 
 
@@ -224,9 +225,9 @@ def test_sixteen_sigmoid_layers_need_powers_of_their_own() -> None:
     """Their gradients span more than float16 does: no scale of the loss holds them all."""
     plain = PolicyMap(default="params=f32,compute=f16,output=f32")
     assert flushed(PolicyMap(default="float32"), 1.0) == (0.0, 0.0)
-    best = min(sum(flushed(plain, 2.0**k)) for k in (10, 14, 18, 22))
+    best = min(sum(flushed(plain, 2.0**k)) for k in (10, 15, 19))
     shifts = {
-        f"l{number}": f"params=f32,compute=f16,output=f32@2^{3 * (15 - number)}"
+        f"l{number}": f"params=f32,compute=f16,output=f32@2^{4 * (15 - number)}"
         for number in range(16)
     }
     own = PolicyMap(shifts, default=plain.default)
