@@ -1,6 +1,10 @@
 """The JAX backend: `import polyamp.jax as amp`."""
 
+from polyamp_jax._adaptive import Adaptive as Adaptive
 from polyamp_jax._autocast import autocast as autocast
+from polyamp_jax._calibrate import advise as advise
+from polyamp_jax._calibrate import calibrate as calibrate
+from polyamp_jax._capabilities import capabilities as capabilities
 from polyamp_jax._cast import cast as cast
 from polyamp_jax._cast import unscale as unscale
 from polyamp_jax._describe import describe as describe
@@ -9,7 +13,9 @@ from polyamp_jax._describe import policy_tree as policy_tree
 from polyamp_jax._distributed import pmean as pmean
 from polyamp_jax._distributed import reduce as reduce
 from polyamp_jax._dynamic_scale import DynamicScale as DynamicScale
+from polyamp_jax._gradients import Plan as Plan
 from polyamp_jax._gradients import value_and_grad as value_and_grad
+from polyamp_jax._gradients import value_grad_and_statistics as value_grad_and_statistics
 from polyamp_jax._inspect import inspect as inspect
 from polyamp_jax._modules import apply_policy as apply_policy
 from polyamp_jax._modules import remove_policy as remove_policy
@@ -29,5 +35,6 @@ from polyamp_jax._state import restored as restored
 from polyamp_jax._state import scaler_state as scaler_state
 from polyamp_jax._state import to_dict as to_dict
 from polyamp_jax._toy import toy_train as toy_train
+from polyamp_jax._units import units as units
 
 NAME = "jax"

@@ -20,13 +20,17 @@ import jax
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast, is_floating
 from polyamp_jax._families import norm_types
-from polyamp_jax._plan import Applied, Found, in_float32, items, plan, subclass, walk
+from polyamp_jax._plan import Applied, Found, Held, in_float32, items, plan, subclass, walk
+from polyamp_jax._shift import cast_shifted
+from polyamp_jax._watch import ticket
 
 Module = eqx.Module
 
 APPLIED = "polyamp_applied"
 _NORMS = norm_types(eqx.nn)
 _BASE = "_polyamp_base"
+OUTPUTS = 0
+"""Axis of a weight along which it has its outputs."""
 
 
 def apply(model: Module, rules: PolicyMap) -> Module:
@@ -47,6 +51,7 @@ def apply(model: Module, rules: PolicyMap) -> Module:
         applied = decided.get(path)
         if applied is None:
             return module
+        applied.watch = ticket(path)
         applied.before = tuple(a.dtype.name for a in _own_arrays(module))
         kept = _own_cast(module, lambda _: applied.params)
         return _as(kept, _subclass(type(module)), {APPLIED: applied})
@@ -82,6 +87,15 @@ def found(model: Module) -> list[Found]:
             getattr(module, APPLIED, None),
         )
         for path, module in _walk(model)
+    ]
+
+
+def held(model: Module, inputs: Any, keywords: Any) -> list[Held]:
+    """Every module with the shapes of its own arrays."""
+    return [
+        Held(path, type(module).__name__, [a.shape for a in _own_arrays(module)])
+        for path, module in _walk(model)
+        if _called(module)
     ]
 
 
@@ -149,7 +163,9 @@ def _subclass(kind: Any) -> Any:
     @functools.wraps(kind.__call__)
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         applied: Applied = getattr(self, APPLIED)
-        twin = self if applied.norm else _own_cast(self, lambda _: applied.compute)
+        twin = cast_shifted(self, None, -applied.bits) if applied.bits else self
+        if not applied.norm:
+            twin = _own_cast(twin, lambda _: applied.compute)
         return applied.run(functools.partial(kind.__call__, twin), args, kwargs)
 
     def __reduce__(self: Module) -> Any:  # noqa: N807

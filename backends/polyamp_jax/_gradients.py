@@ -1,20 +1,25 @@
-"""value_and_grad with the loss scale as the seed of the backward pass."""
+"""value_and_grad with the loss scale as the seed of the backward pass, and with statistics."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from polyamp._errors import PolyampError
+from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import unscale
 from polyamp_jax._compat import varying
-from polyamp_jax._distributed import vary
+from polyamp_jax._distributed import axes, vary
+from polyamp_jax._measure import raw_of
 from polyamp_jax._plan import is_a
 from polyamp_jax._state import scale_of
+from polyamp_jax._units import owned
+from polyamp_jax._watch import read, sinks_of, watching
 
 MIN_SEED_F16, MAX_SEED_F16 = 2.0**-14, 2.0**15
 """Smallest and largest power of two that float16 holds as a normal number."""
@@ -89,10 +94,145 @@ def _refuse_live(arg: Any) -> None:
         )
 
 
-def seeded(
-    fun: Callable[..., Any], scale: Any, argnums: int | Sequence[int], has_aux: bool
+class Plan(NamedTuple):
+    """What one step is to be, of `Adaptive.plan`: hashable, a static argument of `jax.jit`."""
+
+    policy: PolicyMap
+    """For `apply_policy`, inside the function that is differentiated."""
+    sampling: bool
+    """Whether the modules are measured."""
+    units: tuple[str, ...]
+    """Paths of the modules that are."""
+
+
+def value_grad_and_statistics(
+    fun: Callable[..., Any],
+    plan: Plan,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    axis_name: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` with `scale` (0-d f32) in the place of the seed 1."""
+    """`value_and_grad` that also measures the modules, in the steps in which `plan` says so.
+
+        def loss_fn(params, x, y):
+            module = amp.apply_policy(model, plan.policy)
+            return criterion(module.apply({"params": params}, x), y)
+
+        measured = amp.value_grad_and_statistics(loss_fn, plan)
+        loss, grads, statistics = measured(opt_state, params, x, y)
+
+    Args:
+        fun, argnums, has_aux: as of `value_and_grad`. The policy is applied inside `fun`: only
+            there do the modules know that they are measured.
+        plan: of `Adaptive`, static.
+        axis_name: name, or names, of the axes of shard_map or pmap over which the statistics are
+            put together. Under jit with shardings leave it out.
+
+    Returns:
+        A function `(opt_state, *args, **kwargs)` that gives what that of `value_and_grad` gives,
+        and the statistics for `Adaptive.update`: `{}`, or by path f32 (5, 8), the numbers of
+        `polyamp._statistics.RAW` of inputs, outputs, the outputs' scaled gradients, and the
+        parameters' gradients and values. Under vmap the whole batch is measured as one. Of a module
+        called several times amax may be a quarter too large (`_measure.summed`). A module whose
+        outputs have no part in the loss has size 0.
+
+    Raises (the function):
+        PolyampError: no module was measured.
+        Others as `value_and_grad`.
+    """
+
+    def wrapped(opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+        for arg in args:
+            _refuse_live(arg)
+        scale = scale_of(opt_state)
+        if not plan.sampling:
+            value, grads = seeded(fun, scale, argnums, has_aux)(*args, **kwargs)
+            return value, grads, {}
+        value, grads, statistics = measured(fun, plan.units, scale, argnums, has_aux, [])(
+            *args, **kwargs
+        )
+        return value, grads, _over(statistics, axes(axis_name))
+
+    return wrapped
+
+
+def measured(
+    fun: Callable[..., Any],
+    units: tuple[str, ...],
+    scale: Any,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    called: list[str],
+) -> Callable[..., Any]:
+    """As `seeded`, and the statistics of every unit, f32 (5, 8).
+
+    Args:
+        called: is given the paths of the units in the order of their calls, when it is traced.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        called.clear()
+
+        def of(sinks: Any, *inner: Any, **keywords: Any) -> Any:
+            with watching(sinks) as watch:
+                out = fun(*inner, **keywords)
+            called.extend(watch.called)
+            return out
+
+        places = (0, *(number + 1 for number in numbers))
+        value, (sinks, *grads) = seeded(of, scale, places, has_aux, plain=1)(
+            sinks_of(units), *args, **kwargs
+        )
+        if not called:
+            raise PolyampError(
+                "no module was measured: apply the policy inside the function that is"
+                " differentiated, amp.apply_policy(model, plan.policy)"
+            )
+        of_grads, of_params = (
+            owned_by(trees, units) for trees in (grads, [args[n] for n in numbers])
+        )
+        statistics = {
+            path: jnp.concatenate(
+                [read(sinks[path]), raw_of(of_grads[path])[None], raw_of(of_params[path])[None]]
+            )
+            for path in units
+        }
+        return value, grads[0] if isinstance(argnums, int) else tuple(grads), statistics
+
+    return wrapped
+
+
+def owned_by(trees: Sequence[Any], units: tuple[str, ...]) -> dict[str, list[Any]]:
+    """The arrays of several trees by the unit that holds them."""
+    found: dict[str, list[Any]] = {path: [] for path in units}
+    for tree in trees:
+        for path, leaves in owned(tree, units).items():
+            found[path] += leaves
+    return found
+
+
+def _over(statistics: dict[str, Any], names: tuple[Any, ...]) -> dict[str, Any]:
+    """Over axes of shard_map or pmap: amax MAX, the other numbers SUM."""
+    if not names:
+        return statistics
+    largest, total = jax.lax.pmax(statistics, names), jax.lax.psum(statistics, names)
+    return jax.tree.map(lambda top, sums: sums.at[:, 0].set(top[:, 0]), largest, total)
+
+
+def seeded(
+    fun: Callable[..., Any],
+    scale: Any,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    plain: int = 0,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with `scale` (0-d f32) in the place of the seed 1.
+
+    Args:
+        plain: how many of `argnums`, from the first, have gradients that do not carry the scale.
+    """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +250,7 @@ def seeded(
             loss, vjp, *aux = vjp_of(of, *vary(chosen, axes), has_aux=has_aux)
         grads = vjp(vary(seed, axes))
         if rest is not None:
-            grads = unscale(grads, rest)
+            grads = (*grads[:plain], *unscale(grads[plain:], rest))
         value = (loss, *aux) if has_aux else loss
         return value, grads[0] if isinstance(argnums, int) else grads
 

@@ -33,12 +33,16 @@ from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast
 from polyamp_jax._compat import is_layer_code, mark_scope, params_through
 from polyamp_jax._families import norm_types
-from polyamp_jax._plan import LOW, Applied, Found, decide, in_float32, subclass, warn_of_own
+from polyamp_jax._plan import LOW, Applied, Found, Held, decide, in_float32, subclass, warn_of_own
+from polyamp_jax._shift import cast_shifted
+from polyamp_jax._watch import active_token, ticket
 
 Module = nn.Module
 
 _RULES = "_polyamp_rules"
 _RECORD = "_polyamp_record"
+OUTPUTS = -1
+"""Axis of a weight along which it has its outputs."""
 _NORMS = norm_types(nn)
 _CASTING = (
     *(nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Embed),
@@ -70,12 +74,15 @@ class Run:
         norm = self.wide_norms and isinstance(module, _NORMS)
         holds = not _casts(module) and path in self.holders
         applied = decide(self.rules, path, region, norm=norm, own=own, holds=holds)
+        applied.watch = ticket(path)
         self._tell_jit(module, path)
-        if not (applied.norm or _casts(module)):
-            narrow = functools.partial(cast, dtype=applied.compute)
-            params_through(module.scope, applied.compute, narrow)
-            if not applied.inputs:
-                self.passing.add(path)
+        casts, shift = applied.norm or _casts(module), applied.policy.shift
+        if shift or not casts:
+            dtype = None if casts else applied.compute
+            change = functools.partial(cast_shifted, dtype=dtype, bits=-shift)
+            params_through(module.scope, (dtype, shift), change)
+        if not (casts or applied.inputs):
+            self.passing.add(path)
         inside = bool(self.stack) and self.stack[-1][0] == path
         if context.method_name == "setup" or inside:
             return forward(*args, **kwargs)
@@ -102,7 +109,7 @@ class Run:
     def _tell_jit(self, module: Module, path: str) -> None:
         """Mark the scope, so that flax.linen.jit does not reuse what it traced elsewhere."""
         region = str(self.stack[-1][1]) if self.stack else ""
-        mark_scope(module.scope, (str(self.rules), path, region))
+        mark_scope(module.scope, (str(self.rules), path, region, active_token()))
 
     @contextmanager
     def _entered(self, path: str, policy: Policy) -> Iterator[None]:
@@ -156,7 +163,7 @@ def _casts(module: Module) -> bool:
 def apply(module: Module, rules: PolicyMap) -> Module:
     """`module` under `rules`: see `polyamp_jax.apply_policy`."""
     kind: Any = type(module)
-    return _as(module, _subclass(kind, rules))
+    return _as(module, _subclass(kind, rules, active_token()))
 
 
 def remove(module: Module) -> Module:
@@ -180,8 +187,9 @@ def _rules(module: Module) -> PolicyMap | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _subclass(kind: Any, rules: PolicyMap) -> Any:
-    """`kind` with `init` and `apply` under a policy; one class for equal rules."""
+def _subclass(kind: Any, rules: PolicyMap, token: int | None) -> Any:
+    """`kind` with `init` and `apply` under a policy; one class for equal rules, and for each
+    measured trace its own, so that jit does not reuse one in another."""
 
     @nn.nowrap
     def init_with_output(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -305,3 +313,14 @@ def found(module: Module) -> list[Found]:
         Found(path, record.kinds.get(path, "?"), record.held.get(path, []), record.met[path])
         for path in sorted(record.met)
     ]
+
+
+def held(module: Module, inputs: Any, keywords: Any) -> list[Held]:
+    """Every module that `init` meets, with the shapes of its own parameters."""
+    made = apply(remove(module), PolicyMap(default="float32"))
+    init = functools.partial(made.init, jax.random.key(0), **keywords)
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_params(jax.eval_shape(init, *inputs))):
+        shapes.setdefault(_owner(path), []).append(leaf.shape)
+    record: Record = getattr(made, _RECORD)
+    return [Held(path, record.kinds.get(path, "?"), shapes.get(path, [])) for path in record.met]

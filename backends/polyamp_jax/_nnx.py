@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from polyamp_jax._plan import (
     LOW,
     Applied,
     Found,
+    Held,
     in_float32,
     items,
     plan,
@@ -38,12 +39,16 @@ from polyamp_jax._plan import (
     walk,
     warn_of_own,
 )
+from polyamp_jax._shift import cast_shifted
+from polyamp_jax._watch import ticket
 
 Module = nnx.Module
 
 APPLIED = "polyamp_applied"
 _NORMS = norm_types(nnx)
 _BASE = "_polyamp_base"
+OUTPUTS = -1
+"""Axis of a weight along which it has its outputs."""
 _REWRITING = (nnx.WeightNorm, nnx.SpectralNorm)
 """These write into the layer they wrap, in their own dtype."""
 _CONTAINERS = tuple(getattr(nnx, name) for name in ("List", "Dict") if hasattr(nnx, name))
@@ -68,6 +73,7 @@ def apply(model: Module, rules: PolicyMap) -> Module:
     warn_of_own({path: (_own_dtype(paths[path]), applied) for path, applied in chosen.items()})
     clone = nnx.clone(model)
     for path, module in _modules(clone):
+        chosen[path].watch = ticket(path)
         _adopt(module, chosen[path], in_float32(rules, "softmax"))
     return clone
 
@@ -101,6 +107,14 @@ def found(model: Module) -> list[Found]:
             getattr(value, APPLIED, None),
         )
         for path, value in _walk(model)
+    ]
+
+
+def held(model: Module, inputs: Any, keywords: Any) -> list[Held]:
+    """Every module once, with the shapes of its own parameters."""
+    return [
+        Held(path, _kind(module).__name__, [p.shape for p in _own_params(module)])
+        for path, module in _modules(model)
     ]
 
 
@@ -142,6 +156,11 @@ def _unshared(paths: Mapping[str, Any], decided: Mapping[str, Applied]) -> dict[
             raise PolicyError(
                 f"{home or 'the model'} and {path} are one shared module with two policies,"
                 f" {known.policy} and {applied.policy}; give it one rule that matches both paths"
+            )
+        if applied.bits != known.bits:
+            raise PolicyError(
+                f"{home or 'the model'} and {path} are one shared module inside modules with"
+                " different powers of two (@2^j); give it and what encloses it one rule"
             )
         if applied.boundary and (not known.boundary or len(applied.outputs) > len(known.outputs)):
             chosen[home] = applied
@@ -190,8 +209,12 @@ def _is_layer(module: Module) -> bool:
 
 def _casts(module: Module) -> bool:
     """Whether the module is called by flax's own code, which casts parameters to its `dtype`."""
-    kind = getattr(type(module), _BASE, type(module))
-    return _is_layer(module) and _is_flax(kind.__call__)
+    return _is_layer(module) and _is_flax(_kind(module).__call__)
+
+
+def _kind(module: Any) -> Any:
+    """The class of a module without a policy."""
+    return getattr(type(module), _BASE, type(module))
 
 
 def _is_flax(of: Any) -> bool:
@@ -234,7 +257,7 @@ def _adopt(module: Any, applied: Applied, wide_softmax: bool) -> None:
     for param in params:
         _retype(param, applied.params)
     setattr(module, APPLIED, applied)
-    if applied.inputs or applied.outputs:
+    if applied.inputs or applied.outputs or applied.watch is not None:
         kind: Any = type(module)
         object.__setattr__(module, "__class__", _subclass(kind))
 
@@ -247,9 +270,11 @@ def _subclass(kind: Any) -> Any:
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         applied = vars(self)[APPLIED]
         forward = functools.partial(kind.__call__, self)
-        if applied.norm or _casts(self):
-            return applied.run(forward, args, kwargs)
-        with _narrowed(self, kind, applied.compute):
+        own = None if applied.norm or _casts(self) else applied.compute
+        with ExitStack() as stack:
+            for module in _inside(self) if applied.bits else [self]:
+                dtype = own if module is self else None
+                stack.enter_context(_narrowed(module, kind, dtype, applied.bits))
             return applied.run(forward, args, kwargs)
 
     def __reduce__(self: Any) -> Any:  # noqa: N807
@@ -269,17 +294,37 @@ def _blank(kind: Any) -> Module:
     return blank
 
 
+def _inside(module: Module) -> list[Module]:
+    """The module and all modules it holds, those that cannot be called too, each once."""
+    found: dict[int, Module] = {id(module): module}
+    todo = [module]
+    while todo:
+        held = (leaf for _, value in _parts(todo.pop()) for leaf in _leaves(value))
+        new = {id(leaf): leaf for leaf in held if isinstance(leaf, Module)}
+        todo += [leaf for key, leaf in new.items() if key not in found]
+        found.update(new)
+    return list(found.values())
+
+
 @contextmanager
-def _narrowed(module: Module, kind: type, dtype: str) -> Iterator[None]:
-    """While open, the module's own parameters are copies in `dtype`, which refuse to be written."""
+def _narrowed(module: Module, kind: type, dtype: str | None, bits: int) -> Iterator[None]:
+    """While open, the module's own parameters are copies that refuse to be written.
+
+    Args:
+        kind: the class whose call this is.
+        dtype: of the copies; None: that of each parameter.
+        bits: by which the gradients of the copies are larger than those of the parameters.
+    """
     refuse = _Refusal(kind, dtype)
     before = {
         name: value
         for name, value in vars(module).items()
-        if name != APPLIED and any(_is_other(leaf, dtype) for leaf in _leaves(value))
+        if name != APPLIED and any(_is_other(leaf, dtype, bits) for leaf in _leaves(value))
     }
     for name, value in before.items():
-        copies = jax.tree.map(lambda leaf: _copy(leaf, dtype, refuse), value, is_leaf=_is_leaf)
+        copies = jax.tree.map(
+            lambda leaf: _copy(leaf, dtype, bits, refuse), value, is_leaf=_is_leaf
+        )
         object.__setattr__(module, name, copies)
     inside = {name: vars(module)[name] for name in before}
     try:
@@ -292,14 +337,15 @@ def _narrowed(module: Module, kind: type, dtype: str) -> Iterator[None]:
             object.__setattr__(module, name, value)
 
 
-def _is_other(leaf: Any, dtype: str) -> bool:
-    return _is_param(leaf) and leaf.dtype.name != dtype
+def _is_other(leaf: Any, dtype: str | None, bits: int) -> bool:
+    return _is_param(leaf) and (bool(bits) or dtype not in (None, leaf.dtype.name))
 
 
-def _copy(leaf: Any, dtype: str, refuse: _Refusal) -> Any:
-    if not _is_other(leaf, dtype):
+def _copy(leaf: Any, dtype: str | None, bits: int, refuse: _Refusal) -> Any:
+    if not _is_other(leaf, dtype, bits):
         return leaf
-    return leaf.replace(cast(leaf.get_raw_value(), dtype), on_set_value=(refuse,))
+    value = cast_shifted(leaf.get_raw_value(), dtype, -bits)
+    return leaf.replace(value, on_set_value=(refuse,))
 
 
 @dataclass(frozen=True)
@@ -307,11 +353,12 @@ class _Refusal:
     """What a parameter's copy does when it is written: the parameter itself would not change."""
 
     kind: type
-    dtype: str
+    dtype: str | None
 
     def __call__(self, param: Any, value: Any) -> Any:
         raise PolicyError(
-            f"{self.kind.__name__}.__call__ writes a parameter of its own, of which it has a copy"
-            f" in {self.dtype}: the write would be lost. Keep what a call changes in another"
-            " variable, such as nnx.BatchStat, or give the module a float32 policy"
+            f"{self.kind.__name__}.__call__ writes a parameter, of which it has a copy"
+            f" in {self.dtype or 'its own dtype'}: the write would be lost. Keep what a call"
+            " changes in another variable, such as nnx.BatchStat, or give the module a float32"
+            " policy"
         )

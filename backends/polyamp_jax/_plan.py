@@ -5,13 +5,14 @@ inputs  -> compute                  where the policy changes, and where paramete
 outputs -> the policy's output dtype, then the enclosing region's compute dtype if that is wide,
                                     where the policy changes
 outputs -> the region's compute dtype                                  of a norm inside a region
+bits    =  the policy's power of two less the enclosing region's: see `_shift`
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from polyamp._errors import PolicyError
 from polyamp._policy import Policy, parse_policy
 from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import cast
+from polyamp_jax._shift import cast_shifted
+from polyamp_jax._watch import Ticket, tapped
 
 LOW = ("float16", "bfloat16")
 WIDE = ("float32", "float64")
@@ -43,6 +46,10 @@ class Applied:
     """Whether the policy differs from the enclosing module's."""
     norm: bool
     """Whether it is a norm kept in float32 inside a low-precision region."""
+    bits: int = 0
+    """Power of two by which gradients inside are larger than around the module."""
+    watch: Ticket | None = None
+    """Where its tensors are measured; None: nowhere."""
     rule: str | None = field(default=None, compare=False)
     """The pattern that gave the policy; None: the default."""
     owner: str = field(default="", compare=False)
@@ -57,14 +64,19 @@ class Applied:
         return "float32" if self.norm else self.policy.param_dtype
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`forward(*args, **kwargs)` with inputs and outputs cast."""
+        """`forward(*args, **kwargs)` with inputs and outputs cast, and measured."""
         self.ran = True
+        given = args, kwargs
         if self.inputs:
-            args, kwargs = cast_values((args, kwargs), self.compute)
+            if self.bits:
+                _refuse_modules(given, self.policy)
+            args, kwargs = cast_values(given, self.compute, -self.bits)
         out = forward(*args, **kwargs)
-        for dtype in self.outputs:
-            out = cast_values(out, dtype)
-        return out
+        for dtype, bits in zip(self.outputs, (self.bits, 0), strict=False):
+            out = cast_values(out, dtype, bits)
+        if self.watch is None:
+            return out
+        return tapped(self.watch, self.policy.shift - self.bits, given, out, _opaque)
 
 
 class Found(NamedTuple):
@@ -76,6 +88,16 @@ class Found(NamedTuple):
     held: list[tuple[int, str]]
     """Size and dtype of each parameter of its own."""
     applied: Applied | None
+
+
+class Held(NamedTuple):
+    """A module as its module system shows it."""
+
+    path: str
+    kind: str
+    """Name of its class."""
+    shapes: Sequence[tuple[int, ...]]
+    """Of the floating parameters of its own."""
 
 
 def decide(
@@ -112,6 +134,7 @@ def decide(
         inputs=boundary or (own is None and (holds or norm)),
         boundary=boundary,
         norm=norm,
+        bits=policy.shift - (0 if enclosing is None else enclosing.shift),
         rule=pattern,
         owner=owner,
     )
@@ -218,6 +241,7 @@ def rules_of(policy: Policy | PolicyMap | str, ops: tuple[str, ...]) -> PolicyMa
     rules.require_supported(
         "jax",
         ops=ops,
+        shift=True,
         param=known,
         compute=known,
         output=known,
@@ -225,6 +249,12 @@ def rules_of(policy: Policy | PolicyMap | str, ops: tuple[str, ...]) -> PolicyMa
         store=(),
         accumulate=(),
     )
+    narrow = [p for p in rules.policies if p.shift and p.param_dtype in LOW]
+    if narrow:
+        raise PolicyError(
+            f"backend 'jax' cannot apply @2^{narrow[0].shift} to {narrow[0].param_dtype}"
+            " parameters, whose gradients it would take out of range again; allowed: params=float32"
+        )
     wide = [
         str(p)
         for p in rules.policies
@@ -243,14 +273,29 @@ def in_float32(rules: PolicyMap, family: str) -> bool:
     return not any(f == family and p.compute_dtype in LOW for f, p in rules.op_rules)
 
 
-def cast_values(tree: Any, dtype: str) -> Any:
+def cast_values(tree: Any, dtype: str, bits: int = 0) -> Any:
     """`tree` with its floating arrays in `dtype`; live nnx modules and equinox state as they are.
 
-    Of nnx variables only parameters are cast.
+    Of nnx variables only parameters are cast. Cotangents are multiplied by 2**bits.
     """
-    return jax.tree.map(
-        lambda leaf: leaf if _opaque(leaf) else cast(leaf, dtype), tree, is_leaf=_opaque
-    )
+
+    def one(leaf: Any) -> Any:
+        if _opaque(leaf):
+            return leaf
+        return cast_shifted(leaf, dtype, bits) if bits else cast(leaf, dtype)
+
+    return jax.tree.map(one, tree, is_leaf=_opaque)
+
+
+def _refuse_modules(given: Any, policy: Policy) -> None:
+    """Refuse live nnx modules as arguments: the gradients of their parameters would be wrong."""
+    for leaf in jax.tree.leaves(given, is_leaf=_opaque):
+        if is_a(leaf, "flax.nnx", "Module"):
+            raise PolicyError(
+                f"a module with @2^{policy.shift} is called with a live {type(leaf).__name__} as"
+                " argument, the gradients of whose parameters would be 2**j as large; make it an"
+                " attribute of the module, or give the module a policy without a power of two"
+            )
 
 
 def _opaque(value: Any) -> bool:
