@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polyamp._budget import Candidate, within_budget
+from polyamp._calibration import alone, budgeted, to_try, worst
 from polyamp._errors import PolyampError
 from polyamp._policy_map import PolicyMap
 from polyamp._predictive import Predictive
 from polyamp._scaling import transition
 from polyamp._select import Selector
-from polyamp._selection import BRAIN, HALF, Capabilities, Choice, Selection
+from polyamp._selection import Capabilities, Choice, Selection
 from polyamp._state import Signal
-from polyamp._statistics import ModuleStatistics, Statistics
+from polyamp._statistics import ModuleStatistics
 from polyamp_torch._adaptive import DEFAULT
 from polyamp_torch._capabilities import capabilities as capabilities_of
 from polyamp_torch._cast import map_tensors, wide
@@ -103,7 +103,7 @@ def advise(
         if criterion is not None:
             statistics = run.with_errors(statistics, selector, start, can)
         chosen = selector.calibrated(statistics, start, can)
-    return chosen if share is None else _budgeted(chosen, statistics, run.macs, share)
+    return chosen if share is None else budgeted(chosen, statistics, run.macs, share)
 
 
 class _Pass(NamedTuple):
@@ -175,7 +175,7 @@ class _Calibration:
             for path, one in samples[0].items()
             if one.work is not None
         }
-        return {path: _worst([s[path] for s in samples if path in s]) for path in samples[0]}
+        return {path: worst([s[path] for s in samples if path in s]) for path in samples[0]}
 
     def _settled(self, rule: Predictive, state: Any, batch: Any) -> Any:
         """The rule's state once it knows the first batch."""
@@ -220,25 +220,16 @@ class _Calibration:
         for path, one in statistics.items():
             if start.modules[path].family is not None:
                 continue
-            level = first.modules[path].choice.level
-            formats = {0: (HALF, BRAIN), 1: (HALF, BRAIN), 2: (BRAIN,)}.get(level, ())
             errors = [
-                (f, self._error(path, first.modules[path].choice, f) / self.noise)
-                for f in formats
-                if f in can.formats
+                (choice.format, self._error(path, choice) / self.noise)
+                for choice in to_try(first.choices[path], can)
             ]
             found[path] = one._replace(errors=tuple(errors))
         return found
 
-    def _error(self, path: str, choice: Choice, name: str) -> float:
-        """Relative error of the gradient with only one module in a format."""
-        alone = choice._replace(level=2, shift=0) if name == BRAIN else choice
-        start = Selector().start(dict.fromkeys(self.families))
-        modules = {
-            p: s._replace(choice=alone if p == path else Choice(3))
-            for p, s in start.modules.items()
-        }
-        apply_policy(self.root, Selection(modules).policy_map())
+    def _error(self, path: str, choice: Choice) -> float:
+        """Relative error of the gradient with only one module as chosen."""
+        apply_policy(self.root, alone(path, choice, self.families))
         try:
             gradient = self._pass(self._first).gradient
         finally:
@@ -274,35 +265,3 @@ def _noise(gradients: list[Tensor]) -> float:
     deviation = float((stack - mean).pow(2).sum().sqrt()) / math.sqrt(len(gradients) - 1)
     size = float(mean.norm())
     return deviation / size if size and deviation else math.inf
-
-
-def _worst(samples: list[ModuleStatistics]) -> ModuleStatistics:
-    """Of each statistic the largest; amax, shares and norms alike."""
-
-    def largest(name: str) -> Statistics | None:
-        known = [s for one in samples if (s := getattr(one, name)) is not None]
-        return Statistics(*(max(column) for column in zip(*known, strict=True))) if known else None
-
-    names = ("output", "gradient", "weight_gradient", "weights", "inputs")
-    return samples[0]._replace(**{name: largest(name) for name in names})  # type: ignore[arg-type]
-
-
-def _budgeted(
-    chosen: Selection, statistics: dict[str, ModuleStatistics], macs: dict[str, float], share: float
-) -> Selection:
-    """Only as many modules in a low format as the share of the multiply-adds takes."""
-    total = sum(macs.values()) or 1.0
-    low = {
-        path: Candidate(
-            macs.get(path, 0.0) / total, dict(statistics[path].errors).get(state.choice.format, 0.0)
-        )
-        for path, state in chosen.modules.items()
-        if path in statistics and state.family is None and state.choice.level < 3
-    }
-    taken = set(within_budget(low, share))
-    over = Choice(3, 0, "budget", share, share)
-    modules = {
-        path: state._replace(choice=over) if path in low and path not in taken else state
-        for path, state in chosen.modules.items()
-    }
-    return chosen._replace(modules=modules)
