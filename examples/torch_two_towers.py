@@ -1,8 +1,11 @@
-"""A float32 text tower beside a float16 image tower, trained contrastively, policies by rule.
+"""A float32 text tower beside a float16 image tower, trained contrastively: policies by rule, or
+found by measuring.
 
-    python examples/torch_two_towers.py [STEPS]
+    python examples/torch_two_towers.py [STEPS]                # by hand
+    python examples/torch_two_towers.py [STEPS] calibrate      # by amp.calibrate
 
-Pairs are digits: the image of one, and its name as a row of letters.
+Pairs are digits: the image of one, and its name as a row of letters. The text tower's embedding is
+made large, so that its values leave float16's range.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ class Towers(nn.Module):
         self.text = nn.Sequential(
             nn.EmbeddingBag(27, width, padding_idx=0), nn.Linear(width, width)
         )
+        with torch.no_grad():
+            self.text[0].weight.mul_(1e5)
         self.image = nn.Sequential()
         self.image.add_module("first", nn.Linear(64, 2 * width))
         self.image.add_module("norm", nn.LayerNorm(2 * width))
@@ -44,17 +49,23 @@ def letters() -> Tensor:
     return torch.tensor(rows)
 
 
-def main(steps: int = 300) -> None:
+def main(steps: int = 300, way: str = "by hand") -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = torch.from_numpy(digits.data / 16.0).float()
     labels = torch.from_numpy(digits.target)
     torch.manual_seed(0)
-    model = amp.apply_policy(Towers(), RULES)
+    model, names = Towers(), letters()
+    rules = RULES
+    if way == "calibrate":
+        batches = [(images[i::300], names, labels[i::300]) for i in range(4)]
+        both = polyamp.Capabilities()  # whatever is fast here
+        rules = amp.calibrate(model, batches, F.cross_entropy, capabilities=both)
+        print(rules.to_toml())
+    amp.apply_policy(model, rules)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     scaler = amp.GradScaler("cpu", init_scale=2.0**12)
-    names = letters()
     for _ in range(steps):
         part = torch.randint(0, 1500, (64,))
         loss = F.cross_entropy(model(images[part], names), labels[part])
@@ -69,4 +80,4 @@ def main(steps: int = 300) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])

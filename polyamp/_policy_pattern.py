@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from polyamp._errors import PolicyError, closest
 from polyamp._formats import did_you_mean, shown
+from polyamp._operations import FLOAT32_OPERATIONS
 
-OP_FAMILIES = ("softmax", "norm", "loss", "exp", "sum")
+OP_FAMILIES = tuple(FLOAT32_OPERATIONS)
 """Operation families that an `op:` rule may name."""
 
 

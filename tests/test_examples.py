@@ -32,6 +32,15 @@ def test_torch_two_towers(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("image: Sequential  float32 -> float16 -> float32" in line for line in tree)
 
 
+def test_torch_two_towers_calibrated(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="the example is about PyTorch")
+    runpy.run_path(str(EXAMPLES / "torch_two_towers.py"))["main"](150, "calibrate")
+    *tree, result = capsys.readouterr().out.splitlines()
+    assert float(result.split(" %")[0]) > 60.0
+    assert any("first: Linear    float32 -> float16 -> float32" in line for line in tree)
+    assert any("float32 -> bfloat16 -> float32" in line for line in tree)
+
+
 def test_jax_train(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("flax", reason="the example is about JAX and flax")
     runpy.run_path(str(EXAMPLES / "jax_train.py"))["main"](40)

@@ -28,30 +28,14 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from polyamp._operations import FLOAT32_OPERATIONS
 from polyamp_torch._cast import map_tensors, wide
 
 Tensor = torch.Tensor
 Function = TypeVar("Function", bound=Any)
 
-_NAMES: dict[str, str] = {
-    "softmax": "softmax log_softmax softmin gumbel_softmax",
-    "norm": (
-        "layer_norm group_norm rms_norm local_response_norm normalize norm vector_norm matrix_norm"
-        " cosine_similarity pairwise_distance renorm dist pdist cdist"
-    ),
-    "loss": (
-        "cross_entropy nll_loss binary_cross_entropy binary_cross_entropy_with_logits mse_loss"
-        " l1_loss smooth_l1_loss huber_loss kl_div poisson_nll_loss gaussian_nll_loss"
-        " cosine_embedding_loss hinge_embedding_loss margin_ranking_loss multilabel_margin_loss"
-        " multilabel_soft_margin_loss multi_margin_loss soft_margin_loss triplet_margin_loss"
-        " triplet_margin_with_distance_loss ctc_loss"
-    ),
-    "exp": (
-        "exp expm1 log log10 log2 log1p logsumexp pow __pow__ __rpow__ reciprocal __rtruediv__"
-        " __rdiv__ rsqrt softplus logsigmoid acos asin cosh sinh tan erfinv square"
-    ),
-    "sum": "sum prod cumsum cumprod logcumsumexp",
-}
+_OPERATORS = {"exp": ("__pow__", "__rpow__", "__rtruediv__", "__rdiv__")}
+"""Operators beside the core's names, by family."""
 _PROMOTE = (
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
     " index_add index_reduce scatter scatter_reduce masked_scatter put lerp mv addmv"
@@ -62,8 +46,12 @@ _ATEN = {"logsigmoid": "log_sigmoid"}
 """Operators that torch.ops.aten calls otherwise."""
 FAMILY_OF: Mapping[str, str] = {
     name: family
-    for family, names in (*_NAMES.items(), (PROMOTE, _PROMOTE))
-    for name in names.split()
+    for family, names in (
+        *FLOAT32_OPERATIONS.items(),
+        *_OPERATORS.items(),
+        (PROMOTE, tuple(_PROMOTE.split())),
+    )
+    for name in names
 }
 """The family of every function of torch, by its name, that belongs to one; or PROMOTE."""
 _CALLED = {**FAMILY_OF, **{f"linalg_{name}": family for name, family in FAMILY_OF.items()}}
