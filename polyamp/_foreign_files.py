@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import tempfile
 import zipfile
@@ -132,6 +133,8 @@ _INSTEAD = (
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):  # whose text is about switching the safety off
+        return "it is a pickle with objects in it, and loading those could run code"
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
 
 
@@ -223,9 +226,11 @@ def write_file(
         force: replace a file that is there.
 
     Raises:
-        StateError: the file is there already, or cannot be written.
+        StateError: the file is there already, is no regular file, or cannot be written.
     """
-    place = Path(path)
+    place = Path(path).resolve()  # through links, to the file they lead to
+    if place.exists() and not place.is_file():
+        raise StateError(f"{place} is no regular file; give the name of one, or - for stdout")
     if place.exists() and not force:
         raise StateError(f"{place} is there already; --force replaces it")
     try:

@@ -6,9 +6,9 @@
     exp       steep functions: a rounding of the input becomes a large error of the output
     sum       long sums, where the small terms would be lost one by one
 
-One list for every framework, under torch's names; docs/operations.md has what each framework does by
-itself. Source: torch's documentation of automatic mixed precision, "CUDA Ops that can autocast to
-float32".
+One list for every framework, under torch's names; docs/operations.md has what each framework does
+by itself. Source: torch's documentation of automatic mixed precision, "CUDA Ops that can autocast
+to float32".
 """
 
 from __future__ import annotations

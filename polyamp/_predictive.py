@@ -86,7 +86,7 @@ class Predictive(Rule):
     Raises:
         RuleError: a parameter is outside its range.
 
-    Source: worked out for polyamp; docs/scaling.md has the measurements.
+    Source: worked out for polyamp; docs/range.md has the measurements.
     """
 
     wants_amax: ClassVar[bool] = True

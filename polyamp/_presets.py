@@ -145,8 +145,13 @@ def resolve_rule(rule: Rule | str | None, default: Rule | None = None) -> Rule:
         return rule
     if isinstance(rule, str) and rule in _OWN:
         return _OWN[rule]()
-    if isinstance(rule, str):
+    if isinstance(rule, str) and rule in PRESETS:
         return like(rule)
+    if isinstance(rule, str):
+        known = [*_OWN, *PRESETS]
+        near = closest(rule, known)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise RuleError(f"unknown rule {rule!r}{hint} Known: {', '.join(known)}")
     raise RuleError(
         f"rule must be a rule such as Dynamic() or Static(128.0), or one of"
         f" {', '.join([*_OWN, *PRESETS])}; got {rule!r}"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import polyamp
 from polyamp._errors import PolyampError
@@ -39,17 +43,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status: 0 fine, 1 a limit was missed, 2 a user's error."""
     args = parser().parse_args(arguments)
     try:
-        status = int(args.run(args))
-        sys.stdout.flush()
+        with _ended_in_order():
+            status = int(args.run(args))
+            sys.stdout.flush()
         return status
     except PolyampError as error:
-        print(f"polyamp {args.command}: {error}", file=sys.stderr)
-        return 2
+        return _told(args, str(error), 2)
     except KeyboardInterrupt:
-        return 130
+        return _told(args, "interrupted", 130)
     except BrokenPipeError:  # whoever read the output has enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return _told(args, f"cannot write: {error.strerror}", 1)
+
+
+def _told(args: argparse.Namespace, text: str, status: int) -> int:
+    print(f"polyamp {args.command}: {text}", file=sys.stderr)
+    return status
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends the command as an exception does, so that processes of its own end too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _formats(args: argparse.Namespace) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from test_foreign import MEGATRON, MEGATRON_CONFIG, TORCH, ZERO
 
 import polyamp
 from polyamp import cli
+from polyamp.bench.harness import fresh_environment
 from polyamp.convert import SYSTEMS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -116,3 +119,39 @@ def test_the_page_s_examples_run() -> None:
 def test_the_page_is_linked() -> None:
     for page in ("index.md", "migrating.md"):
         assert "(convert.md)" in (DOCS / page).read_text(encoding="utf-8")
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, saved: Path, capsys) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    status, _, err = convert(capsys, saved, fifo, "--force")
+    assert (status, fifo.is_fifo()) == (2, True)
+    assert "is no regular file" in err
+
+
+def test_a_link_is_followed(tmp_path: Path, saved: Path, capsys) -> None:
+    real, link = tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("{}")
+    link.symlink_to(real)
+    status, _, err = convert(capsys, saved, link, "--force")
+    assert (status, err, link.is_symlink()) == (0, "", True)
+    assert json.loads(real.read_text())["kind"] == "scaler"
+
+
+@pytest.mark.parametrize("command", [["formats"], ["convert", "SAVED"]])
+def test_a_full_disk_is_told_in_a_line(command: list[str], saved: Path) -> None:
+    arguments = [str(saved) if word == "SAVED" else word for word in command]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "polyamp.cli", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=fresh_environment(),
+        )
+    assert done.returncode == 1
+    assert (
+        done.stderr.splitlines()[0]
+        == f"polyamp {command[0]}: cannot write: No space left on device"
+    )
+    assert "Traceback" not in done.stderr

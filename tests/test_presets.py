@@ -147,3 +147,8 @@ def test_every_parameter_is_used_by_some_preset_or_is_an_extra() -> None:
     rules = polyamp.presets().values()
     differing = {f for f in used if any(getattr(r, f) != getattr(plain, f) for r in rules)}
     assert differing == used
+
+
+def test_a_rule_that_is_not_known_is_told_with_all_that_are() -> None:
+    with pytest.raises(polyamp.RuleError, match=r"did you mean .auto..*two-phase.*megatron"):
+        polyamp.resolve_rule("autoo")

@@ -5,12 +5,18 @@ from __future__ import annotations
 import builtins
 import importlib
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from polyamp import BackendError, cli
+from polyamp.bench.harness import fresh_environment
 from polyamp.testing import every_rule, random_signals
 from polyamp.testing._conformance import Plan, Row
 from polyamp.testing._traces import Difference, expected, first_difference, stacked
@@ -131,6 +137,28 @@ class TestCommand:
     def test_bad_arguments_are_refused_before_anything_runs(self, arguments, told, capsys) -> None:
         assert cli.main(["verify", *arguments]) == 2
         assert told in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path, number, status) -> None:
+    (tmp_path / "polyamp_dying.py").write_text("import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "polyamp.cli", "verify", "--backend", "dying"]
+    with subprocess.Popen(
+        [*command, "--html", str(tmp_path / "new.html")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=fresh_environment(),
+        start_new_session=True,
+    ) as process:
+        time.sleep(2.5)
+        start = time.monotonic()
+        os.kill(process.pid, number)
+        _, told = process.communicate(timeout=20)
+        assert time.monotonic() - start < 10
+    assert process.returncode == status
+    assert ("interrupted" in told) == (number == signal.SIGINT)
+    assert not (tmp_path / "new.html").exists()
 
 
 class TestWorkers:

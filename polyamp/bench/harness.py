@@ -109,6 +109,15 @@ def fresh_environment(changes: Mapping[str, str] | None = None) -> dict[str, str
     return {**os.environ, **(changes or {}), "PYTHONPATH": path}
 
 
+_running: set[subprocess.Popen[str]] = set()
+
+
+def kill_running() -> None:
+    """End the processes that `in_fresh_python` waits for, in whatever thread."""
+    for process in list(_running):
+        process.kill()
+
+
 def in_fresh_python(
     *arguments: str,
     env: Mapping[str, str] | None = None,
@@ -138,11 +147,14 @@ def in_fresh_python(
         text=True,
         env=fresh_environment(env),
     ) as process:
+        _running.add(process)
         try:
             out, err = process.communicate(feed() if feed else None)
         except BaseException:
             process.kill()
             raise
+        finally:
+            _running.discard(process)
     try:
         if process.returncode:
             raise ValueError(f"exit status {process.returncode}")

@@ -30,8 +30,11 @@ def check(file: str) -> None:
     Raises:
         PolyampError: the folder is missing, or the file cannot be opened for writing.
     """
+    new = not Path(file).exists()
     try:
         Path(file).open("a", encoding="utf-8").close()
+        if new:
+            Path(file).unlink()
     except OSError as error:
         raise PolyampError(f"cannot write --html {file}: {error}") from error
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import polyamp
 from polyamp._errors import BackendError, closest
 from polyamp._registry import _announced
-from polyamp.bench.harness import cpu_name, in_fresh_python
+from polyamp.bench.harness import cpu_name, in_fresh_python, kill_running
 from polyamp.testing._conformance import HandOver, Plan, Row
 
 KERAS = ("tensorflow", "jax", "torch")
@@ -151,6 +151,10 @@ def verify(
             found.versions |= result.versions
             found.devices |= {f"{worker.label} {d}": chip for d, chip in result.devices.items()}
             tell(_summary(worker, result))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        kill_running()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
     found.seconds = time.perf_counter() - begin
