@@ -221,7 +221,7 @@ class TwoPhase(Rule):
     Raises:
         RuleError: a parameter is outside its range.
 
-    Source: worked out for polyamp; docs/scaling.md has the comparison.
+    Source: worked out for polyamp; docs/range.md has the comparison.
     """
 
     wants_amax: ClassVar[bool] = True

@@ -42,7 +42,7 @@ class LogMax(Rule):
         k     = 16 - mean - deviations * sqrt(var), rounded down, at most k - 1 after an overflow
 
     In int32 throughout, so that every framework has the same bits; it is offered to be compared
-    with `Predictive`, which it does not equal (docs/scaling.md).
+    with `Predictive`, which it does not equal (docs/range.md).
 
     Args:
         init_scale: scale of the first step.
