@@ -34,8 +34,8 @@ _STUBBED = (
     "omegaconf.",
     "numpy.",
     "pathlib.",
-    "argparse.Namespace",
 )
+_PLAIN_CLASS = "argparse.Namespace"
 _ALWAYS = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -112,7 +112,7 @@ def _torch(path: Path, *, zipped: bool) -> Any:
     try:
         if zipped:
             names += get_unsafe_globals_in_checkpoint(str(path))
-        refused = sorted(n for n in names if not n.startswith(_STUBBED))
+        refused = sorted(n for n in names if not n.startswith(_STUBBED) and n != _PLAIN_CLASS)
         if not refused:
             with safe_globals([(Fields, name) for name in dict.fromkeys(names)]):
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)

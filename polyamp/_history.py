@@ -196,7 +196,7 @@ class TwoPhase(Rule):
     """Explore upwards, then keep a margin above the largest gradient of the last steps.
 
         exploring, a clean step:   scale *= growth_factor
-        exploring, an overflow:    the stable phase begins; literal: scale *= backoff_factor
+        exploring, an overflow:    scale *= backoff_factor; the stable phase begins, unless literal
         after `explore_steps` steps the stable phase begins
         stable, a clean step:      scale = 2**(16 - margin - max(the last `history` x)), rounded
                                    down; x = log2(amax / scale)

@@ -12,7 +12,7 @@ from keras import ops
 import polyamp
 import polyamp.keras as amp
 from polyamp_keras._ops import to_numpy
-from polyamp_keras._toy import _gradient
+from polyamp_keras._toy import _gradients
 
 INF, NAN = float("inf"), float("nan")
 BAD = {".": 1.0, "x": INF, "n": NAN}
@@ -37,7 +37,7 @@ def equal(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> bool:
 
 def eager_step(opt: Any, variable: Any, slope: float = 1.0, symbol: str = ".") -> None:
     """One whole eager iteration with `slope` as the true gradient."""
-    grad = _gradient(lambda w: opt.scale_loss(ops.sum(w * slope)), variable)
+    grad = _gradients(lambda w: opt.scale_loss(ops.sum(w[0] * slope)), [variable])[0]
     opt.apply([grad * BAD[symbol]], [variable])
 
 

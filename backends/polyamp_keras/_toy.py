@@ -113,10 +113,6 @@ def _loss(weights: Sequence[Any], batch: Sequence[Any], dtype: str) -> Any:
     return ops.sum(wide * target) + ops.sum(ops.sqrt(wide * root + shift))
 
 
-def _gradient(loss: Any, variable: Any) -> Any:
-    return _gradients(lambda values: loss(values[0]), [variable])[0]
-
-
 def _gradients(loss: Any, variables: Sequence[Any]) -> list[Any]:
     values = [variable.value for variable in variables]
     if FRAMEWORK == "tensorflow":

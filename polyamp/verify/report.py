@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from polyamp.bench.report import aligned
 from polyamp.testing._conformance import Row
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def show(found: Verification, *, every: bool = False) -> None:
     try:
         from rich.console import Console
     except ImportError:
-        text = _plain([HEADERS, *(line for line, _ in table)])
+        text = aligned([HEADERS, *(line for line, _ in table)], {_NUMBER})
         print("\n".join([heading(found), "", *text, "", summary(found)]))
         return
     console = Console(highlight=False, markup=False)
@@ -89,17 +90,6 @@ def show(found: Verification, *, every: bool = False) -> None:
     _print_table(console, table)
     console.print()
     console.print(summary(found), style=None if found.ok else "bold red")
-
-
-def _plain(lines: Sequence[Line]) -> list[str]:
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADERS))]
-    return [
-        "  ".join(
-            text.rjust(width) if i == _NUMBER else text.ljust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
 
 
 def _print_table(console: object, table: Sequence[tuple[Line, bool]]) -> None:

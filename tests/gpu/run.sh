@@ -20,7 +20,7 @@ export PYTHONPATH="$PWD:$PWD/backends:$entry${PYTHONPATH:+:$PYTHONPATH}" PYTHONU
 status=0
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator")'
 python3 -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" || status=1
-for bench in torch-step torch-clip torch-policy jax-step; do
+for bench in torch-step torch-clip torch-policy torch-selector jax-step; do
     python3 -m polyamp.cli bench "$bench" --json | tee "$out/$bench.json" || status=1
 done
 python3 -m polyamp.cli bench torch-step --rule auto --json | tee "$out/torch-step-auto.json" || status=1
