@@ -67,7 +67,7 @@ def test_gradients_stay_in_reach(samples) -> None:
             choice = selection.choices[path]
             assert choice.level in (0, 1)
             if choice.level == 1:
-                assert 0 <= level + choice.shift < 14
+                assert 1.0 <= math.ldexp(2.0**level, choice.shift) < 2.0**14
         assert selection.choices["n"].level == 3
 
 
