@@ -30,8 +30,8 @@ from polyamp_torch._arguments import (
     rule_from,
     whole,
 )
-from polyamp_torch._cast import default_device_type
-from polyamp_torch._grads import Gradients, combined, scaled
+from polyamp_torch._cast import default_device_type, scaled
+from polyamp_torch._grads import Gradients, combined
 from polyamp_torch._inspect import signal_of
 from polyamp_torch._knobs import Knobs
 from polyamp_torch._per_module import modules_of
