@@ -123,10 +123,15 @@ def _launch(
 
 @functools.lru_cache(maxsize=32)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> _Blocks:
+    """Made once; waits, since other streams will read it too."""
     owners = [i for i, size in enumerate(sizes) for _ in range(0, size, BLOCK)]
     starts = [start for size in sizes for start in range(0, size, BLOCK)]
     with torch.inference_mode(False):
-        return _Blocks(_to(sizes, device), _to(owners, device).to(torch.int32), _to(starts, device))
+        return _Blocks(
+            torch.tensor(sizes, dtype=torch.int64, device="cpu").to(device),
+            torch.tensor(owners, dtype=torch.int32, device="cpu").to(device),
+            torch.tensor(starts, dtype=torch.int64, device="cpu").to(device),
+        )
 
 
 def _to(numbers: Sequence[int], device: torch.device) -> Tensor:
