@@ -120,10 +120,14 @@ def scaler_to_dict(rule: Rule, state: ScalerState) -> dict[str, Any]:
 def scaler_from_dict(data: Any) -> tuple[Rule, ScalerState]:
     """The rule and the state, in Python numbers, that `scaler_to_dict` wrote.
 
+    "modules", which a backend may have added (`polyamp._module_scales.SavedShifts`), is for it to
+    read.
+
     Raises:
         StateError: as `rule_from_dict` and `state_from_dict`.
     """
     values = check_header(data, "scaler")
+    values.pop("modules", None)
     check_keys(values, ["rule", "state"], "scaler")
     rule = rule_from_dict(values["rule"])
     return rule, state_from_dict(values["state"], rule)

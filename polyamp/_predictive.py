@@ -76,8 +76,8 @@ class Predictive(Rule):
         at_floor: "clamp" keeps going at `min_scale`; "fault" faults on an overflow there.
         max_skips_in_a_row: fault after that many skipped steps in a row; None for never.
         per_module: modules get powers of two of their own where their gradients span more bits
-            than one scale covers (`ModuleScales`). The rule itself decides as without; who has the
-            model acts on it: `polyamp.torch.Trainer`, or `Adaptive(selector=ModuleScales())`.
+            than one scale covers. The rule itself decides as without; who has the model acts on
+            it: `polyamp.torch.GradScaler(rule=..., model=model)` and `Trainer`.
 
     All scales are powers of two. The rule asks for `Signal.amax`, the largest gradient as it came,
     and uses `Signal.sub` where it is known. `ScalerState.memory` is

@@ -99,11 +99,7 @@ class Selection(NamedTuple):
         plain = Counter(policy for policy in decided.values() if not policy.shift)
         most = plain.most_common(1)[0][0] if plain else _policy(Choice(3))
         default = decided.get("", most)
-        rules: dict[str, Policy] = {}
-        for path in sorted(decided, key=lambda path: path.count(".")):
-            if path and decided[path] != _inherited(path, rules, default):
-                rules[path] = decided[path]
-        return PolicyMap([(_pattern(path), policy) for path, policy in rules.items()], default)
+        return PolicyMap(exact_rules(decided, default), default)
 
     def table(self) -> str:
         """The decisions as text, one module a line: path, format, why."""
@@ -145,6 +141,15 @@ class Selection(NamedTuple):
 
 def _policy(choice: Choice) -> Policy:
     return Policy(SINGLE, choice.format, SINGLE, shift=choice.shift)
+
+
+def exact_rules(decided: Mapping[str, Policy], default: Policy) -> list[tuple[str, Policy]]:
+    """Rules that give these paths their policies; none where it is inherited."""
+    rules: dict[str, Policy] = {}
+    for path in sorted(decided, key=lambda path: path.count(".")):
+        if path and decided[path] != _inherited(path, rules, default):
+            rules[path] = decided[path]
+    return [(_pattern(path), policy) for path, policy in rules.items()]
 
 
 def _inherited(path: str, rules: Mapping[str, Policy], default: Policy) -> Policy:

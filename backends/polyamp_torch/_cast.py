@@ -91,6 +91,34 @@ def like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
     return type(original)(items)  # type: ignore[call-arg]
 
 
+def scaled(value: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
+    """`value` times the scale: a tensor, or lists, tuples, dicts and iterables of them.
+
+    Args:
+        value: floating tensors. A float16 tensor with dimensions is widened to float32 first,
+            since float16 ends at 65504. An iterable that is no collection is scaled lazily.
+        scale_on: gives the scale, f32, 0-d, on a device.
+
+    Raises:
+        ValueError: something in `value` is neither a tensor nor a collection of them.
+    """
+    if isinstance(value, Tensor):
+        wide = value.float() if value.dtype == torch.float16 and value.dim() else value
+        return wide * scale_on(value.device)
+    if isinstance(value, Mapping):
+        return like_mapping(value, {key: scaled(item, scale_on) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(scaled(item, scale_on) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(scaled(item, scale_on) for item in value)
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        return (scaled(item, scale_on) for item in value)
+    raise ValueError(
+        "scale() takes a tensor, or lists, tuples, dicts and other iterables of tensors, nested or"
+        f" not; got {type(value).__name__} among them"
+    )
+
+
 @torch.no_grad()
 def unscale(grads: Iterable[Tensor | None], inverse: Any) -> list[Tensor | None]:
     """New gradients: `grads` times `inverse` (float or 0-d f32 tensor), multiplied in float32.

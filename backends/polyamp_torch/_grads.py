@@ -1,17 +1,16 @@
-"""The gradients of one iteration: collect, unscale once, judge; and scaling of outputs."""
+"""The gradients of one iteration: collect, unscale once, judge."""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from polyamp_torch._cast import like_mapping
 from polyamp_torch._inspect import Range, amaxes, dense, judge
 
 Tensor = torch.Tensor
@@ -161,6 +160,11 @@ class Gradients:
         fresh = [grad for grad in grads if id(grad) not in done] if done else grads
         unscaled = [grad for grad in grads if id(grad) in done] if done else []
         if seen is not None:
+            known = None if done else seen.note_and_unscale(fresh, inverse, found_inf)
+            if known is not None:
+                self.mark(optimizer, grads)
+                tell(optimizer, "_gradients_unscaled")
+                return known
             seen.note(fresh)
         try:
             _check_and_multiply(fresh, inverse, found_inf, flags, unscaled)
@@ -306,34 +310,6 @@ def needs_host_decision(optimizer: Optimizer) -> bool:
             for p in group["params"]
         )
         for group in optimizer.param_groups
-    )
-
-
-def scaled(value: Any, scale_on: Callable[[torch.device], Tensor]) -> Any:
-    """`value` times the scale: a tensor, or lists, tuples, dicts and iterables of them.
-
-    Args:
-        value: floating tensors. A float16 tensor with dimensions is widened to float32 first,
-            since float16 ends at 65504. An iterable that is no collection is scaled lazily.
-        scale_on: gives the scale, f32, 0-d, on a device.
-
-    Raises:
-        ValueError: something in `value` is neither a tensor nor a collection of them.
-    """
-    if isinstance(value, Tensor):
-        wide = value.float() if value.dtype == torch.float16 and value.dim() else value
-        return wide * scale_on(value.device)
-    if isinstance(value, Mapping):
-        return like_mapping(value, {key: scaled(item, scale_on) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(scaled(item, scale_on) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(scaled(item, scale_on) for item in value)
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        return (scaled(item, scale_on) for item in value)
-    raise ValueError(
-        "scale() takes a tensor, or lists, tuples, dicts and other iterables of tensors, nested or"
-        f" not; got {type(value).__name__} among them"
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from polyamp._errors import RuleError
 from polyamp._state import Signal
+from polyamp_torch import _triton
 
 Tensor = torch.Tensor
 
@@ -27,20 +28,30 @@ def amaxes(values: Sequence[Tensor]) -> dict[torch.device, Tensor]:
     """Largest magnitude of non-empty real tensors, per device: 0-d, f32 (f64 if one is f64).
 
     NaN and infinity come through. Nothing waits for the device. One `aminmax` per tensor on the
-    CPU, where it costs less than the native finite check; one foreach norm elsewhere.
+    CPU, where it costs less than the native finite check; elsewhere one Triton kernel for all, or
+    one foreach norm for each dtype.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for value in values:
-        groups[value.device, value.dtype].append(value)
     per_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for (device, dtype), tensors in groups.items():
+    for value in values:
+        per_device[value.device].append(value)
+    return {device: _amax(tensors) for device, tensors in per_device.items()}
+
+
+def _amax(values: list[Tensor]) -> Tensor:
+    if _triton.usable(values):
+        return _triton.one_pass(values).amax
+    groups: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for value in values:
+        groups[value.dtype].append(value)
+    tops = []
+    for dtype, tensors in groups.items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        if device.type == "cpu":
+        if values[0].device.type == "cpu":
             ends = [end for t in tensors for end in torch.aminmax(t)]
         else:
             ends = list(torch._foreach_norm(tensors, float("inf")))
-        per_device[device].append(torch.stack(ends).abs().amax().to(wide))
-    return {d: torch.stack(_same_width(t)).amax() for d, t in per_device.items()}
+        tops.append(torch.stack(ends).abs().amax().to(wide))
+    return torch.stack(_same_width(tops)).amax()
 
 
 def _same_width(tensors: list[Tensor]) -> list[Tensor]:
@@ -138,9 +149,34 @@ class Range:
         values = _stored(grads)
         found = amaxes(values)
         self.amax.update(found)
+        self._note_share(values)
+        return found
+
+    def note_and_unscale(
+        self, grads: Iterable[Tensor], inverse: Tensor, found_inf: Tensor
+    ) -> dict[torch.device, Tensor] | None:
+        """The same, and multiply them by `inverse` in place, in one pass over them.
+
+        Returns:
+            A 0-d f32 flag of their device: `found_inf`, or 1 where one is not finite, as it came or
+            once unscaled. None: nothing was done, this takes several passes.
+
+        Raises:
+            RuleError: as `note`.
+        """
+        values = _stored(grads)
+        if len({value.device for value in values}) != 1 or not _triton.usable(values):
+            return None
+        self._note_share(values)
+        home = values[0].device
+        found = _triton.one_pass(values, inverse.to(home, non_blocking=True))
+        self.amax[home] = found.amax
+        bad = found.finite.logical_not().to(torch.float32)
+        return {home: torch.maximum(bad, found_inf.to(home, non_blocking=True))}
+
+    def _note_share(self, values: list[Tensor]) -> None:
         if self.wants_sub and values:
             self.sub.append(share(values, values[0].device))
-        return found
 
 
 def _stored(grads: Iterable[Tensor]) -> list[Tensor]:

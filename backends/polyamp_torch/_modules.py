@@ -104,17 +104,13 @@ def run(module: Module, applied: Applied, /, *args: Any, **kwargs: Any) -> Any:
     device = _device_type(module, args, kwargs)
     if applied.unshifted is not None:
         applied.unshifted.check(tracing)
-    if applied.bits:
-        args, kwargs = cast_shifted((args, kwargs), dtype, -applied.bits)
-    else:
-        args = tuple([cast(arg, dtype) for arg in args])
-        kwargs = {key: cast(value, dtype) for key, value in kwargs.items()}
+    bits = applied.bits
+    inwards = functools.partial(cast_shifted, bits=-bits) if bits else cast
+    args = tuple([inwards(arg, dtype) for arg in args])
+    kwargs = {key: inwards(value, dtype) for key, value in kwargs.items()}
     with (traced if tracing else Region)(device, dtype if applied.low else None, applied.families):
         out = forward(*args, **kwargs)
-    if applied.bits:
-        out = cast_shifted(out, applied.output, applied.bits)
-    else:
-        out = cast(out, applied.output)
+    out = cast_shifted(out, applied.output, bits) if bits else cast(out, applied.output)
     return out if applied.returns is None else cast(out, applied.returns)
 
 

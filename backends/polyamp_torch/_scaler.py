@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, cast
 
 import torch
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from polyamp._dynamic import Dynamic
-from polyamp._errors import RuleError
-from polyamp._interchange import scaler_from_dict, scaler_to_dict
+from polyamp._errors import StateError
+from polyamp._interchange import scaler_from_dict
+from polyamp._module_scales import SavedShifts, shifts_from_dict
 from polyamp._policy import Policy, parse_policy
 from polyamp._policy_map import PolicyMap
 from polyamp._scaling import Rule
@@ -24,7 +22,6 @@ from polyamp._state import (
     warn_of_skips,
     warn_on_skip,
 )
-from polyamp._xp import F32_MAX
 from polyamp_torch._arguments import (
     TORCH,
     DefaultFloat,
@@ -33,17 +30,18 @@ from polyamp_torch._arguments import (
     rule_from,
     whole,
 )
-from polyamp_torch._cast import default_device_type
-from polyamp_torch._grads import Gradients, combined, scaled
+from polyamp_torch._cast import default_device_type, scaled
+from polyamp_torch._grads import Gradients, combined
 from polyamp_torch._inspect import signal_of
+from polyamp_torch._knobs import Knobs
+from polyamp_torch._per_module import modules_of
 from polyamp_torch._state import Keeper
-from polyamp_torch._state_dict import export_state, import_state
-from polyamp_torch._stepping import Stepping
+from polyamp_torch._state_dict import EXTRA, export_state, import_state, portable
 
 Tensor = torch.Tensor
 
 
-class GradScaler(Stepping):
+class GradScaler(Knobs):
     """A drop-in for `torch.amp.GradScaler`, on CPU and accelerators, under any polyamp rule.
 
         scaler = amp.GradScaler("cuda")
@@ -69,9 +67,12 @@ class GradScaler(Stepping):
         policy: a Policy, PolicyMap or policy string; scaling is off where it needs none (bfloat16,
             float32), unless `rule` asks for it. Otherwise `enabled` decides.
         min_scale, max_scale, hysteresis: as in `polyamp.Dynamic`, beside the four numbers.
+        model: what a rule with `per_module=True` measures, and gives its float16 modules powers of
+            two in; other rules do nothing with it. Copies and pickles of the scaler have none.
 
     Raises:
-        RuleError: a parameter outside its range, or both a rule and parameters of one.
+        RuleError: a parameter outside its range, both a rule and parameters of one, or a rule with
+            per_module=True and no model, or a model with float16 parameters.
         PolicyError: `policy` is not one.
     """
 
@@ -89,6 +90,7 @@ class GradScaler(Stepping):
         min_scale: float | None = None,
         max_scale: float | None = None,
         hysteresis: int | None = None,
+        model: torch.nn.Module | None = None,
     ) -> None:
         given = {
             "init_scale": init_scale,
@@ -104,6 +106,7 @@ class GradScaler(Stepping):
             chosen = policy if isinstance(policy, PolicyMap) else parse_policy(policy)
             enabled = enabled and chosen.needs_scaling
         self._keeper = Keeper(rule_from(rule, given) if enabled else TORCH)
+        self._modules = modules_of(self._keeper.rule, model)
         self._force_device_mode = False
         self._known_row = self._told = 0
         self._last_decision: Decision | None = None
@@ -118,38 +121,6 @@ class GradScaler(Stepping):
     def rule(self) -> Rule:
         """The rule in force."""
         return self._keeper.rule
-
-    @property
-    def _growth_factor(self) -> float:
-        return getattr(self._keeper.rule, "growth_factor", 1.0)
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self._change_rule(growth_factor=value)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return getattr(self._keeper.rule, "backoff_factor", 1.0)
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self._change_rule(backoff_factor=value)
-
-    @property
-    def _growth_interval(self) -> int:
-        return getattr(self._keeper.rule, "growth_interval", 2**31 - 1)
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self._change_rule(growth_interval=whole(value))
-
-    def _change_rule(self, **changes: Any) -> None:
-        if not self._constructed:
-            return
-        rule = self._keeper.rule
-        if not isinstance(rule, Dynamic):
-            raise RuleError(f"{type(rule).__name__} has no {', '.join(changes)} to set")
-        self._keeper.use_rule(dataclasses.replace(rule, **changes))
 
     # Scaling and unscaling.
 
@@ -225,6 +196,10 @@ class GradScaler(Stepping):
                 scale, tracker, signal, self._on_device(scale)
             )
         self._abandon()
+        if self._modules is not None:
+            last = self._last_decision if new_scale is None else None
+            # On a device the flag is there too late to be worth waiting for.
+            self._modules.step(skipped=last is not None and last.applied is False)
         if new_scale is not None:
             return
         if self._on_device(scale):
@@ -237,27 +212,6 @@ class GradScaler(Stepping):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._gradients.clear()
         self._losses.clear()
-
-    def _set_scale(self, scale: Tensor, new: Any) -> None:
-        floor = self._keeper.rule.min_scale
-        if isinstance(new, Tensor):
-            if new.device.type != self._device or new.numel() != 1 or new.requires_grad:
-                raise AssertionError(
-                    f"new_scale must be a number or a one-element float tensor on {self._device}"
-                    f" that does not require grad, got {new!r}"
-                )
-            if new.device.type == "cpu":
-                return self._set_scale(scale, new.item())
-            value = new.detach().reshape(()).to(scale.device, torch.float32)
-            usable = torch.isfinite(value) & (value > 0)
-            scale.copy_(torch.where(usable, value.clamp(min=floor), scale))
-            return
-        if isinstance(new, bool) or not isinstance(new, Real):
-            raise RuleError(f"new_scale must be a number or a tensor, got {new!r}")
-        new = float(new) if new <= F32_MAX else new
-        if not 0.0 < new <= F32_MAX:
-            raise RuleError(f"new_scale must be positive and finite in float32, got {new!r}")
-        scale.fill_(max(float(new), floor))
 
     def _report(self, state: ScalerState, stacklevel: int) -> None:
         if state.fault:
@@ -304,6 +258,11 @@ class GradScaler(Stepping):
         """The decision of the last `update`, or None: numbers, or 0-d tensors on an accelerator."""
         return self._last_decision
 
+    @property
+    def module_shifts(self) -> dict[str, int]:
+        """j of the modules whose gradients are multiplied by 2**j of their own, by path."""
+        return {} if self._modules is None else dict(self._modules.shifts)
+
     # State.
 
     @property
@@ -325,7 +284,7 @@ class GradScaler(Stepping):
         not say everything that later decisions depend on. Without it the counters of `state` start
         again at 0 when loaded. torch's GradScaler loads either.
         """
-        return export_state(self._keeper.rule, self.state) if self._enabled else {}
+        return export_state(self._keeper.rule, self.state, self._modules) if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state_dict of torch's GradScaler or of this one; no-op if disabled.
@@ -340,9 +299,31 @@ class GradScaler(Stepping):
             StateError: a key is missing or a value is wrong. The scaler is unchanged.
         """
         if self._enabled:
-            self._go_on(*import_state(state_dict, self._keeper.rule))
+            rule, state = import_state(state_dict, self._keeper.rule)
+            self._go_on(rule, state, self._saved_modules(rule, state_dict))
 
-    def _go_on(self, rule: Rule, state: ScalerState) -> None:
+    def _saved_modules(self, rule: Rule, saved: Mapping[str, Any]) -> SavedShifts | None:
+        """What is saved of the modules, looked over, where the saved rule asks for them."""
+        if not getattr(rule, "per_module", False):
+            return None
+        if self._modules is None:
+            raise StateError(
+                "the saved rule has per_module=True, and this scaler has no model:"
+                " GradScaler(rule=..., model=model), or GradScaler.from_dict(saved, model=model)"
+            )
+        saved = saved if saved.get("kind") == "scaler" else saved.get(EXTRA, {})
+        if "modules" not in saved:
+            return None
+        found = shifts_from_dict(saved["modules"])
+        self._modules.check(found)
+        return found
+
+    def _go_on(self, rule: Rule, state: ScalerState, modules: SavedShifts | None) -> None:
+        if self._modules is not None and modules is not None:
+            self._modules.load(modules)
+        elif self._modules is not None and not getattr(rule, "per_module", False):
+            self._modules.stop()
+            self._modules = None
         self._keeper.use_rule(rule)
         self._keeper.load(state)
         self._told, self._known_row = state.skipped, state.skipped_in_a_row
@@ -353,26 +334,33 @@ class GradScaler(Stepping):
 
     def to_dict(self) -> dict[str, Any]:
         """Rule and state, counters included, in polyamp's portable JSON form; {} if disabled."""
-        return scaler_to_dict(self._keeper.rule, self.state) if self._enabled else {}
+        return portable(self._keeper.rule, self.state, self._modules) if self._enabled else {}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], device: str | None = None) -> GradScaler:
+    def from_dict(
+        cls,
+        data: Mapping[str, Any],
+        device: str | None = None,
+        model: torch.nn.Module | None = None,
+    ) -> GradScaler:
         """A new scaler that goes on from `to_dict` of any framework.
 
         Args:
             data: what `to_dict` gave; that of a disabled scaler makes a disabled one.
             device: as in the constructor; by default "cuda" where there is one, else "cpu".
+            model: as in the constructor, its policy applied.
 
         Raises:
-            StateError: `data` is not a saved scaler.
+            StateError: `data` is not a saved scaler, or one of another model.
+            RuleError: the saved rule has per_module=True and there is no model.
         """
         device = device or default_device_type()
         if isinstance(data, Mapping) and not data:
             return cls(device, enabled=False)
         rule, state = scaler_from_dict(data)
-        scaler = cls(device, rule=rule)
+        scaler = cls(device, rule=rule, model=model)
         if scaler._enabled:
-            scaler._go_on(rule, state)
+            scaler._go_on(rule, state, scaler._saved_modules(rule, data))
         return scaler
 
     def __getstate__(self) -> dict[str, Any]:
@@ -391,7 +379,7 @@ class GradScaler(Stepping):
             saved["_init_scale"], saved["_init_growth_tracker"] = state.loss_scale, state.clean
             saved["_scale"] = saved["_growth_tracker"] = None
             saved["_per_optimizer_states"] = defaultdict(_refresh_per_optimizer_state)
-        saved["_last_decision"] = None
+        saved["_last_decision"] = saved["_modules"] = None
         del saved["_results"], saved["_gradients"]
         return saved
 

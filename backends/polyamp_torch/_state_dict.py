@@ -12,6 +12,7 @@ from polyamp._interchange import check_scale, scaler_from_dict, scaler_to_dict
 from polyamp._presets import like
 from polyamp._scaling import Rule
 from polyamp._state import ScalerState
+from polyamp_torch._per_module import Modules
 
 EXTRA = "polyamp"
 """The sixth key: rule and state in polyamp's portable form."""
@@ -28,7 +29,13 @@ def expressible(rule: Rule) -> bool:
     return rule == replace(like("torch"), **said)
 
 
-def export_state(rule: Rule, state: ScalerState) -> dict[str, Any]:
+def portable(rule: Rule, state: ScalerState, modules: Modules | None) -> dict[str, Any]:
+    """The portable form, with what is saved of the modules where there are some."""
+    saved = scaler_to_dict(rule, state)
+    return saved if modules is None else {**saved, "modules": modules.save()._asdict()}
+
+
+def export_state(rule: Rule, state: ScalerState, modules: Modules | None = None) -> dict[str, Any]:
     """The state_dict of a scaler; `state` in Python numbers."""
     saved: dict[str, Any] = {
         "scale": state.loss_scale,
@@ -38,7 +45,7 @@ def export_state(rule: Rule, state: ScalerState) -> dict[str, Any]:
         "_growth_tracker": state.clean,
     }
     if not expressible(rule):
-        saved[EXTRA] = scaler_to_dict(rule, state)
+        saved[EXTRA] = portable(rule, state, modules)
     return saved
 
 

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from polyamp._errors import PolicyError
-from polyamp._module_scales import ModuleScales
 from polyamp._policy import Policy, parse_policy
 from polyamp._policy_map import PolicyMap
+from polyamp._presets import resolve_rule
 from polyamp._scaling import Rule
-from polyamp._selection import Capabilities
-from polyamp_torch._adaptive import Adaptive
 from polyamp_torch._cast import map_tensors, wide
 from polyamp_torch._clip import Limit
 from polyamp_torch._ema import ExponentialMovingAverage, check_decay
 from polyamp_torch._masters import MasterWeights
 from polyamp_torch._modules import apply_policy, rules_of
+from polyamp_torch._per_module import check_per_module
 from polyamp_torch._scaler import GradScaler
 from polyamp_torch._schedule import lr_step
 
@@ -56,8 +55,8 @@ class Trainer:
             model has already, else float32.
         rule: how the loss is scaled, as in `GradScaler`; by default "auto" (`polyamp.Predictive`)
             where something computes in float16, and no scaling elsewhere. With
-            `polyamp.Predictive(per_module=True)` and the policy "fp16" modules get powers of two of
-            their own where they need them.
+            `polyamp.Predictive(per_module=True)` float16 modules get powers of two of their own
+            where they need them.
         scheduler: stepped after each applied step; not ReduceLROnPlateau.
         max_norm: gradients are clipped to this total norm; None: not at all.
         accumulation_steps: batches per step, which count alike, whatever their sizes.
@@ -104,11 +103,10 @@ class Trainer:
         rules = _rules(model, fp16, bf16, policy)
         self.device = next(model.parameters()).device
         scaled = rules.needs_scaling or rule is not None
-        self.scaler = GradScaler(self.device.type, enabled=scaled, rule=rule or "auto")
-        self.adaptive = None
-        if getattr(self.scaler.rule, "per_module", False):
-            self.adaptive = per_module(model, self.scaler, rules)
-        self.model = model if self.adaptive else apply_policy(model, rules)
+        rule = resolve_rule(rule or "auto")
+        check_per_module(rule, rules)
+        self.model = apply_policy(model, rules)
+        self.scaler = GradScaler(self.device.type, enabled=scaled, rule=rule, model=model)
         masters = any(p.master_dtype or p.param_dtype == "float16" for p in rules.policies)
         wrap = masters and not isinstance(optimizer, MasterWeights)
         self.optimizer = MasterWeights(optimizer) if wrap else optimizer
@@ -225,8 +223,6 @@ class Trainer:
             self.scaler.update()
         if self.scheduler is not None:
             lr_step(self.scheduler, self.scaler)
-        if self.adaptive is not None:
-            self.adaptive.step()
         if self.ema is not None and self.scaler.applied(self.optimizer):
             self.ema.update()
         self.optimizer.zero_grad()
@@ -284,19 +280,6 @@ def _rules(
     if policy is None:
         return rules_of(model) or PolicyMap()
     return PolicyMap(default=parse_policy(policy))
-
-
-def per_module(model: torch.nn.Module, scaler: GradScaler, rules: PolicyMap) -> Adaptive:
-    """Powers of two per module in a model that computes in float16 throughout.
-
-    Raises:
-        PolicyError: another policy.
-    """
-    if rules != PolicyMap(default="fp16"):
-        raise PolicyError(
-            f"per_module=True needs the policy 'fp16' for the whole model, got {rules}"
-        )
-    return Adaptive(model, scaler, selector=ModuleScales(), capabilities=Capabilities())
 
 
 def _name(metric: Metric) -> str:

@@ -71,6 +71,10 @@ class Probe:
         self.noted = {kind: [] for kind in KINDS}
         self.used = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no watch: it never measures."""
+        return {**self.__dict__, "active": False, "noted": {}, "sinks": [], "used": 0}
+
 
 def observed(module: Module, probe: Probe, /, *args: Any, **kwargs: Any) -> Any:
     """The forward of a unit."""
@@ -176,7 +180,7 @@ class Watch:
 
     def remove(self) -> None:
         """Give every unit the forward back that it had."""
-        self._stop()
+        self.stop()
         for path, module in self.units.items():
             if _is_watched(module):
                 del module.__dict__["forward"]
@@ -185,7 +189,7 @@ class Watch:
 
     def begin(self) -> None:
         """Measure from here on."""
-        self._stop()
+        self.stop()
         for path, module in self.units.items():
             probe = self.probes[path]
             probe.clear()
@@ -208,7 +212,7 @@ class Watch:
             group: the ranks to reduce over, of torch.distributed; None: the default group where
                 it is initialized.
         """
-        self._stop()
+        self.stop()
         for path, module in self.units.items():
             self.probes[path].note("weights", list(module.parameters(recurse=False)))
         rows, updates = self._to_host()
@@ -252,7 +256,8 @@ class Watch:
         rows = [merged(collected.get((p, k), ())) or ZEROS for p in self.units for k in KINDS]
         return rows, flat[len(flat) - len(self.units) :]
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Measure no longer."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

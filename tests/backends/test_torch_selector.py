@@ -19,7 +19,6 @@ from polyamp import (  # noqa: E402
     PolicyError,
     PolicyMap,
     PolyampError,
-    Predictive,
     Selector,
     SkippedStepWarning,
     StateError,
@@ -435,17 +434,3 @@ def test_a_power_of_two_and_what_it_cannot_go_with() -> None:
         amp.apply_policy(Tied(), PolicyMap({"a": "fp16@2^4"}, default="fp16"))
     with pytest.raises(PolicyError, match=r"cannot apply @2\^4 to float16 parameters"):
         amp.apply_policy(nn.Linear(2, 2), "O3@2^4")
-
-
-def test_trainer_with_a_scale_per_module() -> None:
-    net = deep()
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    rule = Predictive(per_module=True)
-    loss = nn.CrossEntropyLoss()
-    trainer = amp.Trainer(net, optimizer, loss, fp16=True, rule=rule)
-    x, y = torch.rand(64, 64), torch.randint(0, 10, (64,))
-    trainer.train([(x, y)] * 60, num_epochs=1)
-    assert min(c.shift for c in trainer.adaptive.selection.choices.values()) < 0
-    assert max(c.shift for c in trainer.adaptive.selection.choices.values()) > 20
-    with pytest.raises(PolicyError, match="per_module=True needs the policy 'fp16'"):
-        amp.Trainer(net, optimizer, loss, bf16=True, rule=rule)
