@@ -109,6 +109,12 @@ BENCHES: dict[str, Bench] = {
         needs="jax",
         takes=("rule",),
     ),
+    "jax-selector": Bench(
+        "polyamp_jax._bench_selector",
+        "jax_selector",
+        "a training with statistics every 50 steps beside the same without",
+        needs="jax",
+    ),
     "tensorflow-step": Bench(
         "polyamp_tensorflow._bench",
         "tensorflow_step",

@@ -474,3 +474,13 @@ def test_capabilities_are_measured() -> None:
     assert found.formats == {"float16", "bfloat16"}
     assert found.slow <= found.formats
     assert found is amp.capabilities(jax.devices("cpu")[0])
+
+
+def test_the_bench_runs_its_steps() -> None:
+    from polyamp_jax import _bench_selector as bench
+    from polyamp_jax._compat import compiled_count
+
+    jitted = jax.jit(bench.train_step, donate_argnums=(0, 1), static_argnames="plan")
+    cases = [bench.case(jitted, every) for every in (10**9, 1, None)]
+    assert all(case() > 0 for case in cases for _ in range(2))
+    assert compiled_count(jitted) == 2

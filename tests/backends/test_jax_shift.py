@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import equinox as eqx  # noqa: E402
 import flax.linen as nn  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import polyamp.jax as amp  # noqa: E402
-from polyamp import PolicyError, PolicyMap  # noqa: E402
+from polyamp import Capabilities, ModuleScales, PolicyError, PolicyMap, Static  # noqa: E402
 from polyamp_jax._shift import times  # noqa: E402
 
 X = jax.random.normal(jax.random.key(1), (8, 4))
@@ -234,6 +236,60 @@ def test_sixteen_sigmoid_layers_need_powers_of_their_own() -> None:
     zeros, lost = flushed(own, 2.0**10)
     assert best > 0.05
     assert (zeros, lost) == (0.0, 0.0)
+
+
+def test_module_scales_finds_them() -> None:
+    x = jax.random.normal(jax.random.key(2), (16, 32))
+    params = Sigmoids().init(jax.random.key(0), x)["params"]
+    tx = amp.loss_scaled(optax.sgd(1e-3), Static(2.0**10))
+    adaptive = amp.Adaptive(
+        amp.units(Sigmoids(), x), selector=ModuleScales(), capabilities=Capabilities(), every=1
+    )
+
+    @functools.partial(jax.jit, static_argnames="plan")
+    def step(params: Any, plan: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            return amp.apply_policy(Sigmoids(), plan.policy).apply({"params": params}, x).mean()
+
+        fun = amp.value_grad_and_statistics(loss_fn, plan)
+        _, grads, statistics = fun(tx.init(params), params)
+        flat = jnp.concatenate([grads[f"l{number}"]["kernel"].ravel() for number in range(16)])
+        return (flat == 0).mean(), statistics
+
+    shares = []
+    for _ in range(4):
+        share, statistics = step(params, plan=adaptive.plan)
+        shares.append(float(share))
+        adaptive.update(statistics)
+    assert shares[0] > 0.5
+    assert shares[2:] == [0.0, 0.0]
+    assert adaptive.changes == 2
+
+
+class Scanned(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        make = nnx.vmap(lambda rngs: nnx.Linear(4, 4, rngs=rngs), in_axes=0)
+        self.layers = make(rngs.split(3))
+
+    def __call__(self, x: Any) -> Any:
+        return nnx.scan(
+            lambda layer, x: jnp.tanh(layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
+        )(self.layers, x)
+
+
+def test_scanned_layers_of_nnx() -> None:
+    graph, params = nnx.split(Scanned(nnx.Rngs(0)))
+
+    def gradients(rules: PolicyMap) -> Any:
+        def loss(params: Any) -> Any:
+            return (amp.apply_policy(nnx.merge(graph, params), rules)(X) ** 2).mean()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    plain = gradients(PLAIN)
+    for rules in ({}, {"layers": "float32@2^5"}):
+        shifted = gradients(PolicyMap(rules, default="float32@2^-3"))
+        jax.tree.map(np.testing.assert_array_equal, shifted, plain)
 
 
 class TestRefused:
