@@ -18,9 +18,6 @@ from polyamp._scaling import Rule
 from polyamp._state import (
     Decision,
     ScalerState,
-    raise_on_fault,
-    warn_of_skips,
-    warn_on_skip,
 )
 from polyamp_torch._arguments import (
     TORCH,
@@ -33,15 +30,15 @@ from polyamp_torch._arguments import (
 from polyamp_torch._cast import default_device_type, scaled
 from polyamp_torch._grads import Gradients, combined
 from polyamp_torch._inspect import signal_of
-from polyamp_torch._knobs import Knobs
 from polyamp_torch._per_module import modules_of
+from polyamp_torch._reports import Reports
 from polyamp_torch._state import Keeper
 from polyamp_torch._state_dict import EXTRA, export_state, import_state, portable
 
 Tensor = torch.Tensor
 
 
-class GradScaler(Knobs):
+class GradScaler(Reports):
     """A drop-in for `torch.amp.GradScaler`, on CPU and accelerators, under any polyamp rule.
 
         scaler = amp.GradScaler("cuda")
@@ -69,6 +66,11 @@ class GradScaler(Knobs):
         min_scale, max_scale, hysteresis: as in `polyamp.Dynamic`, beside the four numbers.
         model: what a rule with `per_module=True` measures, and gives its float16 modules powers of
             two in; other rules do nothing with it. Copies and pickles of the scaler have none.
+        late: `update` makes the transition of the step before, on the host, from numbers that have
+            arrived meanwhile: on CUDA nothing is computed for the state on the device, and the host
+            is at most a step ahead. Steps are applied or skipped on time all the same. Between
+            iterations `state`, `get_scale()`, `check()`, `to_dict()` and `state_dict()` wait and
+            make the transition that is outstanding.
 
     Raises:
         RuleError: a parameter outside its range, both a rule and parameters of one, or a rule with
@@ -91,6 +93,7 @@ class GradScaler(Knobs):
         max_scale: float | None = None,
         hysteresis: int | None = None,
         model: torch.nn.Module | None = None,
+        late: bool = False,
     ) -> None:
         given = {
             "init_scale": init_scale,
@@ -107,7 +110,7 @@ class GradScaler(Knobs):
             enabled = enabled and chosen.needs_scaling
         self._keeper = Keeper(rule_from(rule, given) if enabled else TORCH)
         self._modules = modules_of(self._keeper.rule, model)
-        self._force_device_mode = False
+        self._force_device_mode, self._late, self._scaled = False, bool(late), False
         self._known_row = self._told = 0
         self._last_decision: Decision | None = None
         self._gradients = Gradients()
@@ -142,7 +145,7 @@ class GradScaler(Knobs):
         """
         if not self._enabled:
             return outputs
-        scale = self._scale
+        scale, self._scaled = self._scale, True
         self._note_losses(outputs)
         if type(outputs) is Tensor and scale is not None and outputs.device == scale.device:
             self._gradients.clear()
@@ -183,6 +186,8 @@ class GradScaler(Knobs):
         scale, tracker = self._check_scale_growth_tracker("update")
         records = list(self._per_optimizer_states.values())
         if new_scale is not None:
+            self._scaled = False
+            self._settle()
             self._set_scale(scale, new_scale)
         else:
             found = [flag for r in records for flag in r["found_inf_per_device"].values()]
@@ -192,8 +197,10 @@ class GradScaler(Knobs):
                     " there, before it"
                 )
             signal = signal_of(combined(found, scale.device) == 0.0, records, self._losses)
-            self._last_decision = self._keeper.advance(
-                scale, tracker, signal, self._on_device(scale)
+            self._last_decision = (
+                self._keeper.advance_late(scale, tracker, signal)
+                if self._late
+                else self._keeper.advance(scale, tracker, signal, self._on_device(scale))
             )
         self._abandon()
         if self._modules is not None:
@@ -202,33 +209,24 @@ class GradScaler(Knobs):
             self._modules.step(skipped=last is not None and last.applied is False)
         if new_scale is not None:
             return
-        if self._on_device(scale):
+        if self._on_device(scale) and not self._late:
             self._warn_of_known_skips(records)
         else:
             self._report(self._keeper.read(None, None), stacklevel=2)
+
+    def _settle(self) -> None:
+        """Make the transition that a late scaler still owes, unless gradients carry the scale."""
+        scale, tracker = getattr(self, "_scale", None), getattr(self, "_growth_tracker", None)
+        between = self._late and not self._scaled
+        if between and scale is not None and tracker is not None:
+            self._last_decision = self._keeper.settle(scale, tracker) or self._last_decision
 
     def _abandon(self) -> None:
         """Forget what was found of this iteration's gradients."""
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._gradients.clear()
         self._losses.clear()
-
-    def _report(self, state: ScalerState, stacklevel: int) -> None:
-        if state.fault:
-            self._keeper.clear_fault()
-            raise_on_fault(state)
-        fresh, self._told = state.skipped - self._told, state.skipped
-        if fresh > 1:  # several since the last look, on a device
-            warn_of_skips(fresh, state.loss_scale, stacklevel=stacklevel + 1)
-        elif fresh == 1:
-            warn_on_skip(state.skipped_in_a_row, state.loss_scale, stacklevel=stacklevel + 1)
-
-    def _warn_of_known_skips(self, records: list[dict[str, Any]]) -> None:
-        known = [record["skipped"] for record in records if "skipped" in record]
-        if known:
-            self._known_row = self._known_row + 1 if any(known) else 0
-            self._told += any(known)
-            warn_on_skip(self._known_row, stacklevel=3)
+        self._scaled = False
 
     def check(self) -> None:
         """Read the state and report what happened since the last look: warn of skips, raise faults.
@@ -241,7 +239,9 @@ class GradScaler(Knobs):
         self._check(stacklevel=2)
 
     def _check(self, stacklevel: int) -> None:
-        if self._enabled and self._scale is not None and self._on_device(self._scale):
+        if not self._enabled or self._scale is None:
+            return
+        if self._late or self._on_device(self._scale):
             self._report(self.state, stacklevel + 1)
 
     def get_scale(self) -> float:
@@ -255,7 +255,10 @@ class GradScaler(Knobs):
 
     @property
     def last_decision(self) -> Decision | None:
-        """The decision of the last `update`, or None: numbers, or 0-d tensors on an accelerator."""
+        """The decision of the last `update`, or None: numbers, or 0-d tensors on an accelerator.
+
+        Of a late scaler it is that of the step before, until something settles it.
+        """
         return self._last_decision
 
     @property
@@ -268,6 +271,7 @@ class GradScaler(Knobs):
     @property
     def state(self) -> ScalerState:
         """The whole state in Python numbers; on an accelerator reading it waits."""
+        self._settle()
         state = self._keeper.read(
             getattr(self, "_scale", None), getattr(self, "_growth_tracker", None)
         )

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import torch
 
+from polyamp._late import late
 from polyamp._scaling import Rule, Transition, bind
 from polyamp._state import Decision, ScalerState, Signal, decision
 from polyamp._xp import host
+from polyamp_torch._late import Sent
 from polyamp_torch._ops import Ops
 
 Tensor = torch.Tensor
@@ -35,6 +37,7 @@ class Keeper:
         self._packed: Tensor | None = None
         self._made = self._host.step
         self._bound: dict[torch.device | None, Transition] = {}
+        self._sent: Sent | None = None
 
     def use_rule(self, rule: Rule) -> None:
         """Go on under another rule with the same kind of memory."""
@@ -44,6 +47,7 @@ class Keeper:
     def load(self, state: ScalerState) -> None:
         """Go on from `state`, in Python numbers; the tensors are the caller's to fill."""
         self._host, self._packed, self._made = state, None, state.step
+        self._sent = None
 
     def advance(self, scale: Tensor, tracker: Tensor, signal: Signal, device: bool) -> Decision:
         """One transition, written to both tensors in place.
@@ -67,6 +71,33 @@ class Keeper:
             scale.fill_(new.loss_scale)
         tracker.fill_(new.clean)
         return decision(old, new)
+
+    def advance_late(self, scale: Tensor, tracker: Tensor, signal: Signal) -> Decision | None:
+        """Send this step's signal to the host and make the transition of the step before.
+
+        Without one on its way, after `load` and `settle`, the state is read from the tensors.
+
+        Returns:
+            The decision of the step before, in Python numbers; None if there was none.
+        """
+        self._made += 1
+        if self._sent is None:
+            self._host = self.read(scale, tracker)
+        used = self._host.loss_scale
+        made = self.settle(scale, tracker)
+        self._sent = Sent(signal, used)
+        return made
+
+    def settle(self, scale: Tensor, tracker: Tensor) -> Decision | None:
+        """Make the transition whose signal is on its way, if there is one; waits for it."""
+        if self._sent is None:
+            return None
+        sent, self._sent, old = self._sent, None, self._host
+        new = self._host = late(self._transition(None), old, sent.read(), sent.used)
+        if new.loss_scale != old.loss_scale:
+            scale.fill_(new.loss_scale)
+        tracker.fill_(new.clean)
+        return decision(old, new)._replace(scale_used=sent.used)
 
     def sub_is_due(self) -> bool:
         """Whether the share of underflow is to be measured in this step; known without waiting."""

@@ -46,6 +46,30 @@ def test_traces_equal_the_host(rule: str, kind: str) -> None:
     assert torch.isfinite(param).all()
 
 
+def test_late_is_the_host_one_step_late_and_never_waits() -> None:
+    rule = RULES["torch"]
+    param = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = torch.optim.Adam([param], lr=0.1, fused=True)
+    scaler = amp.GradScaler("cuda", rule=rule, late=True)
+    step, state, arriving = bind(rule), rule.init(), None
+    try:
+        for number, overflow in enumerate(OVERFLOWS):
+            torch.cuda.set_sync_debug_mode("error" if number else "default")
+            optimizer.zero_grad()
+            scaler.scale(param.sum() * (float("inf") if overflow else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            torch.cuda.set_sync_debug_mode("default")
+            if arriving is not None:
+                state = step(state, HostSignal(not arriving))
+            arriving = overflow
+            assert scaler._scale.item() == state.loss_scale
+            assert scaler.applied(optimizer) is not bool(overflow)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scaler.state == step(state, HostSignal(not arriving))
+
+
 def test_a_fused_step_never_waits() -> None:
     param = torch.nn.Parameter(torch.ones(8, device="cuda"))
     optimizer = torch.optim.Adam([param], lr=0.1, fused=True)
