@@ -257,12 +257,12 @@ def test_module_scales_finds_them() -> None:
         return (flat == 0).mean(), statistics
 
     shares = []
-    for _ in range(4):
+    for _ in range(3):
         share, statistics = step(params, plan=adaptive.plan)
         shares.append(float(share))
         adaptive.update(statistics)
     assert shares[0] > 0.5
-    assert shares[2:] == [0.0, 0.0]
+    assert shares[2] == 0.0
     assert adaptive.changes == 2
 
 
