@@ -15,11 +15,11 @@ from polyamp._policy_map import PolicyMap
 from polyamp_jax._cast import unscale
 from polyamp_jax._compat import varying
 from polyamp_jax._distributed import axes, vary
-from polyamp_jax._measure import raw_of
+from polyamp_jax._measure import ends, measured_of, raw, summed
 from polyamp_jax._plan import is_a
 from polyamp_jax._state import scale_of
 from polyamp_jax._units import owned
-from polyamp_jax._watch import read, sinks_of, watching
+from polyamp_jax._watch import sinks_of, watching
 
 MIN_SEED_F16, MAX_SEED_F16 = 2.0**-14, 2.0**15
 """Smallest and largest power of two that float16 holds as a normal number."""
@@ -133,7 +133,8 @@ def value_grad_and_statistics(
         A function `(opt_state, *args, **kwargs)` that gives what that of `value_and_grad` gives,
         and the statistics for `Adaptive.update`: `{}`, or by path f32 (5, 8), the numbers of
         `polyamp._statistics.RAW` of inputs, outputs, the outputs' scaled gradients, and the
-        parameters' gradients and values. Under vmap the whole batch is measured as one. Of a module
+        parameters' gradients and values; of inputs and values amax, size and nonfinite alone.
+        Under vmap the whole batch is measured as one. Of a module
         called several times amax may be a quarter too large (`_measure.summed`). A module whose
         outputs have no part in the loss has size 0.
 
@@ -193,12 +194,15 @@ def measured(
         of_grads, of_params = (
             owned_by(trees, units) for trees in (grads, [args[n] for n in numbers])
         )
-        statistics = {
-            path: jnp.concatenate(
-                [read(sinks[path]), raw_of(of_grads[path])[None], raw_of(of_params[path])[None]]
-            )
-            for path in units
-        }
+        table = jnp.concatenate(
+            [
+                summed(jnp.stack([sinks[path] for path in units])),
+                jnp.stack([raw(measured_of(of_grads[path])) for path in units])[:, None],
+                jnp.stack([ends(measured_of(of_params[path])) for path in units])[:, None],
+            ],
+            axis=1,
+        )
+        statistics = dict(zip(units, table, strict=True))
         return value, grads[0] if isinstance(argnums, int) else tuple(grads), statistics
 
     return wrapped

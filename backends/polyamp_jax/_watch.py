@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from polyamp_jax._measure import WIDTH, is_measured, raw, summable, summed
+from polyamp_jax._measure import WIDTH, ends, is_measured, raw, summable
 from polyamp_jax._shift import times
 
 Array = jax.Array
@@ -120,17 +120,12 @@ def _tap(shift: int, sink: Array, inputs: list[Array], outputs: list[Array]) -> 
 def _forward(
     shift: int, sink: Array, inputs: list[Array], outputs: list[Array]
 ) -> tuple[list[Array], tuple[Array, Array]]:
-    return outputs, (raw(inputs), raw(outputs))
+    return outputs, (ends(inputs), raw(outputs))
 
 
 def _backward(shift: int, known: tuple[Array, Array], grads: list[Array]) -> tuple[Any, ...]:
     plain = [times(grad, -shift) for grad in grads] if shift else list(grads)
-    return jnp.stack([summable(row) for row in (*known, raw(plain))]), None, grads
+    return summable(jnp.stack([*known, raw(plain)])), None, grads
 
 
 _tap.defvjp(_forward, _backward)
-
-
-def read(sink_gradient: Array) -> Array:
-    """f32 (3, 8): the numbers in the gradient of a sink."""
-    return jnp.stack([summed(row) for row in sink_gradient])

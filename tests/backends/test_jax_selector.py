@@ -184,8 +184,8 @@ class TestMeasured:
         }  # fmt: skip
         assert (case.units["first"].work, case.units["last"].work) == (4.0, 6.0)
         one = found["first"]
-        close(one.inputs, X)
-        close(one.weights, *case.weights(case.params))
+        assert one.inputs[:3:2] == (np.abs(X).max(), X.size)
+        assert one.weights[:3:2] == (max(np.abs(w).max() for w in case.weights(case.params)), 30)
         close(one.weight_gradient, *case.weights(grads))
         weight = next(w for w in case.weights(case.params) if w.ndim == 2)
         bias = next(w for w in case.weights(case.params) if w.ndim == 1)

@@ -200,10 +200,13 @@ def test_times_is_exact(bits: int) -> None:
 class Sigmoids(nn.Module):
     """16 layers, each of which makes gradients about 4 bits smaller."""
 
+    depth: int = 16
+    spread: float = 0.05
+
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        for number in range(16):
-            small = nn.initializers.normal(0.05)
+        for number in range(self.depth):
+            small = nn.initializers.normal(self.spread)
             x = nn.sigmoid(nn.Dense(32, kernel_init=small, name=f"l{number}")(x))
         return nn.Dense(1, name="head")(x)
 
@@ -239,31 +242,32 @@ def test_sixteen_sigmoid_layers_need_powers_of_their_own() -> None:
 
 
 def test_module_scales_finds_them() -> None:
+    model = Sigmoids(depth=6, spread=0.003)  # 8 bits a layer
     x = jax.random.normal(jax.random.key(2), (16, 32))
-    params = Sigmoids().init(jax.random.key(0), x)["params"]
+    params = model.init(jax.random.key(0), x)["params"]
     tx = amp.loss_scaled(optax.sgd(1e-3), Static(2.0**10))
     adaptive = amp.Adaptive(
-        amp.units(Sigmoids(), x), selector=ModuleScales(), capabilities=Capabilities(), every=1
+        amp.units(model, x), selector=ModuleScales(), capabilities=Capabilities(), every=1
     )
 
     @functools.partial(jax.jit, static_argnames="plan")
     def step(params: Any, plan: Any) -> Any:
         def loss_fn(params: Any) -> Any:
-            return amp.apply_policy(Sigmoids(), plan.policy).apply({"params": params}, x).mean()
+            return amp.apply_policy(model, plan.policy).apply({"params": params}, x).mean()
 
         fun = amp.value_grad_and_statistics(loss_fn, plan)
         _, grads, statistics = fun(tx.init(params), params)
-        flat = jnp.concatenate([grads[f"l{number}"]["kernel"].ravel() for number in range(16)])
+        flat = jnp.concatenate([grads[f"l{number}"]["kernel"].ravel() for number in range(6)])
         return (flat == 0).mean(), statistics
 
     shares = []
-    for _ in range(4):
+    for _ in range(2):
         share, statistics = step(params, plan=adaptive.plan)
         shares.append(float(share))
         adaptive.update(statistics)
-    assert shares[0] > 0.5
-    assert shares[2:] == [0.0, 0.0]
-    assert adaptive.changes == 2
+    assert shares[0] > 0.2
+    assert shares[1] == 0.0
+    assert adaptive.changes == 1
 
 
 class Scanned(nnx.Module):
