@@ -179,6 +179,8 @@ class ModuleScales:
         """
         if not capabilities.shifts:
             raise RuleError("this backend cannot give a module a power of two of its own")
+        if HALF not in capabilities.formats:
+            raise RuleError("this device does not compute in float16, which ModuleScales is about")
         return Selector(prefer="memory").start(families, Capabilities())
 
     def decide(

@@ -169,6 +169,8 @@ def _pattern(path: str) -> str:
 def _why(state: ModuleState) -> str:
     if state.family is not None:
         return f"{SINGLE}: {state.family} computes in {SINGLE}"
+    if state.choice.statistic == START:
+        return f"{state.choice.format}: not measured"
     return str(state.choice)
 
 

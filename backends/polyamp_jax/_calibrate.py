@@ -108,7 +108,7 @@ def advise(
 
     Arguments and errors as `calibrate`. `print(amp.advise(...).table())` shows it.
     """
-    if share is not None and (isinstance(share, bool) or not 0.0 <= share <= 1.0):
+    if share is not None and not (type(share) in (int, float) and 0.0 <= share <= 1.0):
         raise PolyampError(f"share must be from 0 to 1, got {share!r}")
     can = capabilities_of() if capabilities is None else capabilities
     run = _Calibration(model, loss_fn, params, has_aux, gradients)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from polyamp._errors import PolyampError, StateError
+from polyamp._errors import PolicyError, PolyampError, StateError
 from polyamp._module_scales import ModuleScales
 from polyamp._policy_map import PolicyMap
 from polyamp._select import Selector
@@ -60,7 +60,7 @@ class Adaptive:
 
     Raises:
         PolyampError: the model has no parameters or is watched already, or `every` is below 1.
-        PolicyError: as `apply_policy`.
+        PolicyError: as `apply_policy`; or the model has a policy already.
     """
 
     def __init__(
@@ -79,21 +79,36 @@ class Adaptive:
                 raise PolyampError(f"{name} must be a whole number from 1, got {value!r}")
         self.model, self.scaler, self.selector = model, scaler, selector
         self.every, self.max_changes, self.group = every, max_changes, group
+        for name in ("start", "decide"):
+            if isinstance(selector, type) or not callable(getattr(selector, name, None)):
+                raise PolyampError(
+                    f"selector must be a Selector or a ModuleScales, got {selector!r}"
+                )
+        if not isinstance(capabilities, Capabilities | None):
+            raise PolyampError(f"capabilities must be polyamp.Capabilities, got {capabilities!r}")
+        if isinstance(model, torch.nn.Module) and rules_of(model) is not None:
+            raise PolicyError(
+                "the model has a policy already, which Adaptive would replace; call"
+                " remove_policy(model) first"
+            )
         self.watch = Watch(model)
-        device = next(model.parameters()).device
-        self.capabilities = capabilities_of(device) if capabilities is None else capabilities
-        self.selection = selector.start(self.watch.families, self.capabilities)
-        self.statistics: dict[str, ModuleStatistics] = {}
-        self.changes, self.steps, self._sampling = 0, 0, False
-        self._since_skip = RECOVERY
-        self._rules: PolicyMap | None = None
         try:
-            self._apply(self.selection.policy_map())
-            self.changes = 0
+            self._start(capabilities)
         except BaseException:
             self.watch.remove()
             raise
         self._begin()
+
+    def _start(self, capabilities: Capabilities | None) -> None:
+        device = next(self.model.parameters()).device
+        self.capabilities = capabilities_of(device) if capabilities is None else capabilities
+        self.selection = self.selector.start(self.watch.families, self.capabilities)
+        self.statistics: dict[str, ModuleStatistics] = {}
+        self.changes, self.steps, self._sampling = 0, 0, False
+        self._since_skip = RECOVERY
+        self._rules: PolicyMap | None = None
+        self._apply(self.selection.policy_map())
+        self.changes = 0
 
     def step(self) -> Selection:
         """Say that an optimizer step is over, applied or skipped; returns the selection.
@@ -105,6 +120,11 @@ class Adaptive:
         self._since_skip = 0 if skipped else self._since_skip + 1
         if self._sampling:
             self._sampling = False
+            if rules_of(self.model) != self._rules:
+                raise PolicyError(
+                    "the model's policy was changed by hand under Adaptive: call adaptive.remove()"
+                    " before, and make a new one after"
+                )
             self.statistics = self.watch.end(self.group)
             self._decide()
         if self.steps % self.every == 0 or skipped:
@@ -121,6 +141,7 @@ class Adaptive:
         return {
             "polyamp": 1,
             "kind": "adaptive",
+            "selector": type(self.selector).__name__,
             "selection": self.selection.to_dict(),
             "steps": self.steps,
             "changes": self.changes,
@@ -135,7 +156,12 @@ class Adaptive:
         from polyamp._interchange import check_header, check_keys
 
         values = check_header(data, "adaptive")
-        check_keys(values, ["selection", "steps", "changes"], "adaptive")
+        check_keys(values, ["selector", "selection", "steps", "changes"], "adaptive")
+        if values["selector"] != type(self.selector).__name__:
+            raise StateError(
+                f"adaptive: saved under {values['selector']}, this one decides by"
+                f" {type(self.selector).__name__}"
+            )
         selection = Selection.from_dict(values["selection"])
         if set(selection.modules) != set(self.selection.modules):
             odd = sorted(set(selection.modules) ^ set(self.selection.modules))

@@ -92,7 +92,7 @@ def advise(
     Arguments and errors as `calibrate`. `print(amp.advise(...).table())` shows it; nothing is
     changed.
     """
-    if share is not None and (isinstance(share, bool) or not 0.0 <= share <= 1.0):
+    if share is not None and not (type(share) in (int, float) and 0.0 <= share <= 1.0):
         raise PolyampError(f"share must be from 0 to 1, got {share!r}")
     device = next(iter(model.parameters()), torch.zeros(())).device
     can = capabilities_of(device) if capabilities is None else capabilities

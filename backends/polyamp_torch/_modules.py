@@ -218,8 +218,10 @@ def apply_policy(model: Module, policy: Policy | PolicyMap | str) -> Module:
         applied.forward = module.__dict__.get("forward")
         applied.dtypes = before[module]
         _wrap(module, applied)
+    hooked: list[Unshifted] = []
     for region, inside in _shifted(plan).items():
-        region.unshifted = Unshifted(inside, region.policy.shift)
+        region.unshifted = Unshifted(inside, region.policy.shift, hooked)
+        hooked.append(region.unshifted)
     return model
 
 

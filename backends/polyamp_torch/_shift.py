@@ -4,7 +4,9 @@
     outputs  cast to the output dtype; backward: gradient times 2**bits, cast to the compute dtype
     parameters' gradients: times 2**-bits, by a hook, before they are accumulated
 
-so each product is taken in the wider of the two formats, and what leaves the module is as without.
+Gradients of gradients are refused by autograd there: parameters' hooks could not tell them apart.
+
+So each product is taken in the wider of the two formats, and what leaves the module is as without.
 At a module inside one with a power of its own the difference of the two is applied.
 """
 
@@ -16,6 +18,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from polyamp._errors import PolicyError
 from polyamp_torch._cast import map_tensors
@@ -32,6 +35,7 @@ class _Cast(torch.autograd.Function):
         return tensor.to(dtype, copy=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return times(grads[0], ctx.bits).to(ctx.dtype), None, None
 
@@ -62,16 +66,25 @@ class Unshifted:
     """Hooks on the parameters of modules that take 2**bits out of their gradients.
 
     Parameters lose hooks when they are copied or pickled; copies of this object put them back.
+
+    Args:
+        modules: of one region.
+        bits: its power of two.
+        others: of the regions before; a parameter that they see to, tied, has one hook only, since
+            its gradient is a sum of equally large parts.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], bits: int) -> None:
-        self.modules, self.bits = list(modules), bits
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], bits: int, others: Iterable[Unshifted] = ()
+    ) -> None:
+        self.modules, self.bits, self.others = list(modules), bits, list(others)
         self.params = self._now()
         self._hook()
 
     def _now(self) -> list[torch.nn.Parameter]:
         owned = (param for module in self.modules for param in module.parameters(recurse=False))
-        return [param for param in dict.fromkeys(owned) if param.requires_grad]
+        seen = {id(param) for other in self.others for param in other.params}
+        return [p for p in dict.fromkeys(owned) if p.requires_grad and id(p) not in seen]
 
     def _hook(self) -> None:
         hook = functools.partial(_unshift, self.bits)
@@ -101,7 +114,8 @@ class Unshifted:
         self._hook()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"modules": self.modules, "params": self.params, "bits": self.bits}
+        names = ("modules", "params", "bits", "others")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

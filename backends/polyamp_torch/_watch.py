@@ -149,6 +149,8 @@ class Watch:
     """
 
     def __init__(self, model: Module) -> None:
+        if not isinstance(model, Module):
+            raise PolyampError(f"what is watched is a torch.nn.Module, got {type(model).__name__}")
         self.root = unwrapped(model)
         self.units = {
             path: module

@@ -126,7 +126,7 @@ def test_another_rule_decides():
         state = polyamp.transition(rule, state, polyamp.Signal(flag))
         want.append((state.loss_scale, state.clean, flag))
     assert [row[:3] for row in rows] == want
-    with pytest.raises(polyamp.RuleError, match="unknown system"):
+    with pytest.raises(polyamp.RuleError, match="unknown rule"):
         amp.DynamicScale(rule="flaxx")
 
 

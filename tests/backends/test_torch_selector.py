@@ -14,6 +14,8 @@ from torch import nn  # noqa: E402
 import polyamp.torch as amp  # noqa: E402
 from polyamp import (  # noqa: E402
     Capabilities,
+    ModuleScales,
+    PolicyError,
     PolicyMap,
     PolyampError,
     Selector,
@@ -224,6 +226,38 @@ class TestAdaptive:
         with pytest.raises(PolyampError, match="every must be a whole number"):
             amp.Adaptive(net, every=0)
         assert all("forward" not in module.__dict__ for module in net.modules())
+
+    @pytest.mark.parametrize(
+        ("changes", "told"),
+        [
+            ({"selector": None}, "selector must be a Selector or a ModuleScales, got None"),
+            ({"selector": Selector}, "selector must be a Selector"),
+            ({"capabilities": "fp16"}, "capabilities must be polyamp.Capabilities"),
+            ({"selector": ModuleScales(), "capabilities": Capabilities(shifts=False)}, "power"),
+            ({"selector": ModuleScales(), "capabilities": Capabilities(frozenset())}, "float16"),
+        ],
+    )
+    def test_after_an_error_another_can_be_made(self, changes, told) -> None:
+        net = model()
+        with pytest.raises(PolyampError, match=told):
+            amp.Adaptive(net, **{"capabilities": CAN, **changes})
+        amp.Adaptive(net, capabilities=CAN)
+
+    def test_a_policy_of_the_users_is_not_replaced(self) -> None:
+        net = amp.apply_policy(model(), "bf16")
+        with pytest.raises(PolicyError, match="has a policy already"):
+            amp.Adaptive(net, capabilities=CAN)
+        amp.remove_policy(net)
+        adaptive = amp.Adaptive(net, capabilities=CAN, every=1)
+        amp.apply_policy(net, "bf16")
+        with pytest.raises(PolicyError, match="changed by hand"):
+            adaptive.step()
+
+    def test_what_another_selector_saved_is_refused(self) -> None:
+        saved = amp.Adaptive(model(), capabilities=CAN).to_dict()
+        other = amp.Adaptive(model(), capabilities=CAN, selector=ModuleScales())
+        with pytest.raises(StateError, match="saved under Selector"):
+            other.from_dict(saved)
 
     def test_max_changes(self) -> None:
         data = [(x * 1e5, y) for x, y in batches(1)]

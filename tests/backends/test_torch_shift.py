@@ -104,3 +104,35 @@ def test_a_power_of_two_and_what_it_cannot_go_with() -> None:
         amp.apply_policy(Tied(), PolicyMap({"a": "fp16@2^4"}, default="fp16"))
     with pytest.raises(PolicyError, match=r"cannot apply @2\^4 to float16 parameters"):
         amp.apply_policy(nn.Linear(2, 2), "O3@2^4")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+@pytest.mark.parametrize("way", ["same", "copied"])
+@pytest.mark.parametrize("rules", [{"a": "fp32@2^4", "b": "fp32@2^4"}, {"": "fp32@2^4"}])
+def test_a_tied_parameter_is_divided_once(rules: dict[str, str], way: str) -> None:
+    torch.manual_seed(0)
+    net, x = Tied(), torch.randn(4, 8)
+    net(x).sum().backward()
+    want = net.a.weight.grad.clone()
+    net.zero_grad()
+    default = rules.pop("", "fp32")
+    amp.apply_policy(net, PolicyMap(rules, default=default))
+    net = copy.deepcopy(net) if way == "copied" else net
+    net(x).sum().backward()
+    assert torch.equal(net.a.weight.grad, want)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    net, x = amp.apply_policy(nn.Linear(8, 1), "float32@2^5"), torch.randn(4, 8).requires_grad_()
+    (grad,) = torch.autograd.grad(net(x).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.pow(2).sum().backward()
