@@ -86,7 +86,7 @@ def test_an_untrained_model_is_as_bad_as_guessing():
 
 
 def test_skipped_steps_are_counted_and_the_scale_has_come_down(monkeypatch):
-    def start(device, *, enabled, rule):
+    def start(device, *, enabled, rule, model):
         return amp.GradScaler(device, 2.0**40, enabled=enabled)
 
     monkeypatch.setattr(_trainer, "GradScaler", start)
