@@ -139,6 +139,11 @@ class TestCommand:
         assert told in capsys.readouterr().err
 
 
+def _heed_interrupts() -> None:
+    """A shell starts what it runs in the background with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path, number, status) -> None:
@@ -150,8 +155,13 @@ def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path, number, sta
         text=True,
         env=fresh_environment(),
         start_new_session=True,
+        preexec_fn=_heed_interrupts,
     ) as process:
-        time.sleep(2.5)
+        threads = Path(f"/proc/{process.pid}/task")
+        until = time.monotonic() + 60
+        while not any((t / "children").read_text() for t in threads.iterdir()):
+            assert time.monotonic() < until
+            time.sleep(0.1)
         start = time.monotonic()
         os.kill(process.pid, number)
         _, told = process.communicate(timeout=20)
