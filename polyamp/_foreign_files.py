@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from typing import Any
 from polyamp._errors import StateError
 from polyamp._foreign_find import CONTAINERS
 from polyamp._foreign_state import DIALECTS
+from polyamp._interchange import VERSION
+from polyamp._state import ScalerState
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """Files that are written as torch checkpoints."""
@@ -82,8 +85,10 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         return _keras(place) if _is_keras(place) else _torch(place, zipped=True)
     if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
         return parse_json(place.read_bytes(), str(place))
-    if start[:1] == b"\x80":
+    if _TORCH_MAGIC in start:
         return _torch(place, zipped=False)
+    if start[:1] == b"\x80":
+        raise StateError(f"{place} is a Python pickle, no torch checkpoint. {_INSTEAD}")
     raise StateError(
         f"{place} is neither JSON, a torch checkpoint, nor a Keras file (.keras, .weights.h5);"
         " polyamp reads nothing else"
@@ -127,14 +132,17 @@ def _torch(path: Path, *, zipped: bool) -> Any:
 
 
 _INSTEAD = (
-    "polyamp never unpickles objects. Load the file where its code is installed and pass on"
-    " scaler.state_dict()"
+    "polyamp never unpickles objects, since that can run code. Where the file was made, load it and"
+    " save the scaler alone: torch.save(scaler.state_dict(), 'scaler.pt'), or as JSON what"
+    " state_dict() or to_dict() returns"
 )
+_TORCH_MAGIC = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+"""In the first bytes of torch's files before they were zip archives."""
 
 
 def _first_line(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):  # whose text is about switching the safety off
-        return "it is a pickle with objects in it, and loading those could run code"
+        return "it holds more than tensors, numbers, strings and containers, or is damaged"
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300].rstrip(".")
 
 
@@ -150,10 +158,11 @@ def _keras(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         model = parse_json(archive.read("config.json"), f"{path}: config.json")
         optimizer = _inner(model, "compile_config", "optimizer")
-        if (optimizer.get("module"), optimizer.get("class_name")) != _KERAS_CLASS:
+        known = (optimizer.get("module"), optimizer.get("class_name")) == _KERAS_CLASS
+        if not known and optimizer.get("registered_name") != _OWN_CLASS:
             raise StateError(
-                f"{path}: the model was not compiled with {'.'.join(_KERAS_CLASS)}."
-                " polyamp's own saves with to_dict()"
+                f"{path}: the model was not compiled with {'.'.join(_KERAS_CLASS)} or polyamp's,"
+                " so there is no loss scaler in it"
             )
         if _WEIGHTS not in archive.namelist():
             raise StateError(f"{path}: {_WEIGHTS} is missing")
@@ -161,10 +170,11 @@ def _keras(path: Path) -> Any:
             with archive.open(_WEIGHTS) as packed:
                 shutil.copyfileobj(packed, weights)
             weights.seek(0)
-            return {**_hdf5(weights, str(path)), **_inner(optimizer, "config")}
+            return _hdf5(weights, str(path), _inner(optimizer, "config"))
 
 
 _KERAS_CLASS = ("keras.optimizers", "LossScaleOptimizer")
+_OWN_CLASS = "polyamp>LossScaleOptimizer"
 _WEIGHTS = "model.weights.h5"
 
 
@@ -175,41 +185,74 @@ def _inner(data: Any, *keys: str) -> Mapping[str, Any]:
     return data if isinstance(data, Mapping) else {}
 
 
-def _hdf5(source: Any, name: str) -> dict[str, Any]:
+def _hdf5(source: Any, name: str, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The scaler in a file of Keras'; `config` is its optimizer's where it lies elsewhere."""
     try:
         import h5py  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         raise StateError(f"{name} is an HDF5 file: reading it needs h5py") from error
     try:
         with h5py.File(source, "r") as file:
-            groups = _keras_3(file) or _keras_legacy(file, name)
-            scalars = {k: v[()] for k, v in groups[0].items() if v.shape == ()}
+            found, told = _keras_3(file), config or {}
+            if not found:
+                found, told = _keras_legacy(file, name)
+            scalars = {k: v[()] for k, v in found.items() if v.shape == ()}
     except (OSError, LookupError, AttributeError, TypeError, RuntimeError) as error:
         why = _first_line(error)
         raise StateError(f"{name} cannot be read as a Keras file: {why}") from error
-    if len(scalars) != 2:
+    if not {"step_counter", "dynamic_scale"} <= set(scalars):
         raise StateError(f"{name} holds no variables of {'.'.join(_KERAS_CLASS)}")
-    return {**scalars, **groups[1]}
+    if len(scalars) == 2 or "dynamic_growth_steps" in told:
+        return {**{key: scalars[key] for key in ("step_counter", "dynamic_scale")}, **told}
+    if "rule" not in told:
+        raise StateError(
+            f"{name} holds the variables of polyamp's LossScaleOptimizer without its rule: read the"
+            " .keras file, or pass on optimizer.to_dict() as JSON"
+        )
+    return _own_scaler(scalars, told["rule"])
 
 
-_Variables = tuple[dict[str, Any], Mapping[str, Any]]
+def _own_scaler(scalars: Mapping[str, Any], rule: Any) -> dict[str, Any]:
+    """The portable form of the variables of polyamp's LossScaleOptimizer."""
+    values = {key: value.item() for key, value in scalars.items()}
+    scale, clean = values.pop("dynamic_scale"), values.pop("step_counter")
+    memory = [values.pop(f"memory_{i}", None) for i in range(len(values) - len(_COUNTS))]
+    state = {"loss_scale": scale, "clean": clean, **values, "memory": memory}
+    head = {"polyamp": VERSION, "kind": "state"}
+    return {**head, "kind": "scaler", "rule": rule, "state": {**head, **state}}
 
 
-def _keras_3(file: Any) -> _Variables | None:
-    """From `.weights.h5`: iteration, learning rate, step counter, scale, then the inner ones."""
+_COUNTS = ScalerState._fields[2:-1]
+
+
+def _keras_3(file: Any) -> dict[str, Any]:
+    """From `.weights.h5`: iteration, learning rate, the scaler's, then the inner optimizer's.
+
+    Keras has step counter and scale; polyamp the fields of `ScalerState`, then its memory.
+    """
     own, inner = file.get("optimizer/vars"), file.get("optimizer/inner_optimizer/vars")
-    if own is None or inner is None or len(own) != len(inner) + 4:
-        return None
-    return {"step_counter": own["2"], "dynamic_scale": own["3"]}, {}
+    if own is None or inner is None:
+        return {}
+    count = len(own) - len(inner) - 2
+    names: tuple[str, ...] = ("step_counter", "dynamic_scale")
+    if count != 2:
+        memory = (f"memory_{i}" for i in range(count - len(_COUNTS) - 2))
+        names = ("dynamic_scale", "step_counter", *_COUNTS, *memory)
+    if count != len(names):
+        return {}
+    return {name: own[str(place)] for place, name in enumerate(names, start=2)}
 
 
-def _keras_legacy(file: Any, name: str) -> _Variables:
+def _keras_legacy(file: Any, name: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """From a whole model in one `.h5`: variables by name, configuration in an attribute."""
     for group in file.get("optimizer_weights", {}).values():
         if "dynamic_scale" in group and "step_counter" in group:
             told = parse_json(file.attrs.get("training_config", "{}"), name)
-            found = {key: group[key] for key in ("step_counter", "dynamic_scale")}
-            return found, _inner(told, "optimizer_config", "config")
+            config = _inner(told, "optimizer_config", "config")
+            names = ["dynamic_scale", "step_counter"]
+            if "rule" in config:
+                names += [key for key in group if key in _COUNTS or key.startswith("memory_")]
+            return {key: group[key] for key in names}, config
     return {}, {}
 
 
@@ -228,10 +271,14 @@ def write_file(
     Raises:
         StateError: the file is there already, is no regular file, or cannot be written.
     """
-    place = Path(path).resolve()  # through links, to the file they lead to
-    if place.exists() and not place.is_file():
+    try:
+        place = Path(path).resolve()  # through links, to the file they lead to
+        mode = place.lstat().st_mode if os.path.lexists(place) else None
+    except (OSError, RuntimeError) as error:
+        raise StateError(f"cannot write {path}: {error}") from error
+    if mode is not None and not stat.S_ISREG(mode):
         raise StateError(f"{place} is no regular file; give the name of one, or - for stdout")
-    if place.exists() and not force:
+    if mode is not None and not force:
         raise StateError(f"{place} is there already; --force replaces it")
     try:
         handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
@@ -243,7 +290,7 @@ def write_file(
                 _save_torch(data, system, file)
             else:
                 file.write(to_json(data).encode())
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.chmod(temporary, 0o666 & ~_umask() if mode is None else stat.S_IMODE(mode))
         os.replace(temporary, place)
     except BaseException as error:
         os.unlink(temporary)

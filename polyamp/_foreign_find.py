@@ -72,8 +72,6 @@ _CONFIG_SIGNS = {
 }
 
 
-_STATE_SCALES = ("scale", "cur_scale", "dynamic_scale")
-"""Keys of saved states; flax has "scale" in its configuration too."""
 _WEAK = {"fairseq", "metaseq"}
 """Systems whose one key says little: they give way to any other."""
 
@@ -145,7 +143,7 @@ def check_system(system: str | None) -> str | None:
         return system
     if system in CONTAINERS:
         return CONTAINERS[system]
-    near = closest(str(system), known)
+    near = closest(str(system), known, likeness=0.6)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise StateError(f"unknown system {system!r}{hint} Known: {', '.join(known)}")
 
@@ -169,8 +167,8 @@ def find(data: Any, system: str | None, at: str | None) -> Found:
     hits = list(_states(outer, system, at))
     if not hits:
         hits = list(_configs(outer, system, at))
-        for hit in hits:
-            _refuse_half_a_state(hit)
+        for name in dict.fromkeys([*([system] if system else []), *(hit.system for hit in hits)]):
+            _refuse_half_a_state(outer, name, at)
     hits = _distinct([h for h in hits if system or h.system not in _WEAK] or hits)
     if len(hits) == 1:
         return hits[0]
@@ -178,14 +176,18 @@ def find(data: Any, system: str | None, at: str | None) -> Found:
 
 
 def _states(outer: Mapping[str, Any], system: str | None, at: str | None) -> Iterator[Found]:
-    places = PLACES if at is None else (tuple(at.split(".")),)
-    for place in places:
+    for path, saved in _placed(outer, at):
+        for name in _systems_of(saved, system):
+            yield Found(name, path, saved, _config_of(outer, name))
+
+
+def _placed(outer: Mapping[str, Any], at: str | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Every (place, mapping) where a state may lie."""
+    for place in PLACES if at is None else (tuple(at.split(".")),):
         for path, value in dig(outer, place):
             saved = as_mapping(value)
-            if not saved:
-                continue
-            for name in _systems_of(saved, system):
-                yield Found(name, path, saved, _config_of(outer, name))
+            if saved:
+                yield path, saved
 
 
 def _systems_of(saved: Mapping[str, Any], system: str | None) -> list[str]:
@@ -201,7 +203,8 @@ def _systems_of(saved: Mapping[str, Any], system: str | None) -> list[str]:
         for name, dialect in DIALECTS.items()
     }
     if system is not None:
-        scale_alone = system == "jmp" and "loss_scale" in keys and "period" not in keys
+        dynamic = {"period", "factor", "min_loss_scale"} & keys
+        scale_alone = system == "jmp" and "loss_scale" in keys and not dynamic
         return [system] if signs[system] is not None or scale_alone else []
     there = {name: sign for name, sign in signs.items() if sign is not None}
     return [n for n, sign in there.items() if not any(sign < other for other in there.values())]
@@ -234,25 +237,57 @@ def _configs(outer: Mapping[str, Any], system: str | None, at: str | None) -> It
                 yield Found(name, path, {}, config)
 
 
-def _refuse_half_a_state(hit: Found) -> None:
-    """Refuse a scale of a saved state without the counters beside it: it is no configuration.
+class _Half(NamedTuple):
+    """A part of a state of `system`."""
+
+    system: str
+    place: str
+    there: list[str]
+    missing: list[str]
+
+
+def _halves(outer: Mapping[str, Any], system: str, at: str | None) -> Iterator[_Half]:
+    """Where keys lie that only a running scaler of `system` has, without the rest of them."""
+    dialect = DIALECTS.get(system)
+    if dialect is None:
+        return
+    words = {key for word in WORDS[system] for key in word.keys}
+    running = frozenset[str]().union(*dialect.signs, dialect.needs) - words
+    for path, saved in _placed(outer, at):
+        there = sorted(k for k in running if k in saved and not _says_dynamic(saved[k]))
+        missing = min((sorted((s | dialect.needs) - set(saved)) for s in dialect.signs), key=len)
+        if there and missing:
+            yield _Half(system, path, there, missing)
+
+
+def _says_dynamic(value: Any) -> bool:
+    """Whether this is apex's word for a scale that changes, in a configuration."""
+    return isinstance(value, str) and value == "dynamic"
+
+
+def _refuse_half_a_state(outer: Mapping[str, Any], system: str, at: str | None) -> None:
+    """Refuse a part of a saved state: it is no configuration.
 
     Raises:
         StateError: names the keys that are missing.
     """
-    words = {key for word in WORDS.get(hit.system, ()) for key in word.keys}
-    scales = sorted(key for key in _STATE_SCALES if key in hit.config and key not in words)
-    signs = DIALECTS[hit.system].signs if hit.system in DIALECTS else ()
-    if not scales or not signs:
-        return
-    missing = min((sorted(sign - set(hit.config)) for sign in signs), key=len)
-    if missing:
-        where = f" at {hit.place}" if hit.place else ""
+    for half in _halves(outer, system, at):
+        where = f" at {half.place}" if half.place else ""
         raise StateError(
-            f"half a state of {hit.system}{where}: it has {', '.join(scales)}, but not"
-            f" {', '.join(missing)}, so the scale would be lost. Add what is missing, or take"
-            f" {', '.join(scales)} away to read a configuration"
+            f"half a state of {system}{where}: it has {', '.join(half.there)}, but not"
+            f" {', '.join(half.missing)}. Add what is missing; a configuration has none of these"
         )
+
+
+def _nearest(outer: Mapping[str, Any], at: str | None) -> str:
+    """Which systems' states are nearly there, in words; empty if none is."""
+    halves = [half for name in DIALECTS for half in _halves(outer, name, at)]
+    near = sorted((h for h in halves if len(h.missing) <= 2), key=lambda h: len(h.missing))
+    told = [
+        f"{h.system}{f' at {h.place}' if h.place else ''} without {', '.join(h.missing)}"
+        for h in near[:3]
+    ]
+    return f" It may be half a state: {'; '.join(told)}." if told else ""
 
 
 def _config_systems(config: Mapping[str, Any]) -> list[str]:
@@ -289,6 +324,8 @@ def _equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _several(hits: list[Found]) -> str:
     lines = "; ".join(f"{h.system} at {h.place or 'the top'}" for h in hits)
+    if {h.system for h in hits} <= _WEAK:
+        lines += "; jmp, whose scale then never changes"
     ways = [
         *(["the system (--from)"] if len({h.system for h in hits}) > 1 else []),
         *(["the place (--at)"] if len({h.place for h in hits}) > 1 else []),
@@ -305,7 +342,7 @@ def _nothing(outer: Mapping[str, Any], system: str | None, at: str | None) -> st
     hint = (
         f" Its saved form has {' or '.join(_words(s) for s in DIALECTS[system].signs)}."
         if system in DIALECTS
-        else f" Known systems: {', '.join(DIALECTS)}."
+        else f"{_nearest(outer, at)} Known systems: {', '.join(DIALECTS)}."
     )
     return f"{what}{where}. Keys at the top: {keys}.{hint} Another place is named with at= (--at)"
 

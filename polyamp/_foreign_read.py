@@ -80,12 +80,16 @@ def read(
         made, assumed = _rule(found.system, draft, reading)
     except RuleError as error:
         raise StateError(f"{found.system}: {error}") from error
+    tracker = _tracker_notes(found.system, made, assumed, reading)
+    if tracker:
+        assumed.pop("hysteresis", None)
     if assumed:
         values = ", ".join(f"{key}={value!r}" for key, value in assumed.items())
         notes.append(
             f"{found.system}: {', '.join(assumed)} not found in what was read; its defaults are"
             f" assumed ({values}). Pass rule= (--config) to say otherwise"
         )
+    notes += tracker
     if reading is None:
         return (made, made.init()), notes
     if DIALECTS[found.system].unsaved:
@@ -93,7 +97,33 @@ def read(
             f"{found.system} does not save {DIALECTS[found.system].unsaved}: they start anew, as"
             f" they do when {found.system} itself loads this"
         )
-    return (made, _state(made, reading)), [*notes, *reading.notes]
+    return (made, _state(found.system, made, reading)), [*notes, *reading.notes]
+
+
+_USUAL_HYSTERESIS = 2
+"""Of the systems that save how many overflows are left."""
+
+
+def _tracker_notes(
+    system: str, made: Rule, assumed: Mapping[str, Any], reading: Reading | None
+) -> list[str]:
+    """What to warn of where more overflows are left than the system starts with."""
+    left = reading.left if reading else None
+    if not left or not isinstance(made, Dynamic):
+        return []
+    if left > made.hysteresis:
+        return [
+            f"{system}: {left} overflows were left until the next cut, and the configuration has"
+            f" hysteresis={made.hysteresis}: it goes on with {made.hysteresis}. Is it the"
+            " configuration of this run?"
+        ]
+    if left > assumed.get("hysteresis", left):
+        return [
+            f"{system}: {left} overflows were left until the next cut, more than its default"
+            f" hysteresis, {assumed['hysteresis']}: hysteresis={left} is assumed instead. Pass"
+            " rule= (--config) if the run had another"
+        ]
+    return []
 
 
 def _draft(found: Found, rule: Rule | Mapping[str, Any] | None) -> tuple[_Draft, list[str]]:
@@ -141,11 +171,10 @@ def _rule(system: str, draft: _Draft, reading: Reading | None) -> tuple[Rule, di
         return Static(draft.fixed), {}
     if draft.given is not None:
         return _with_saved(system, draft.given, reading), {}
-    if system == "deepspeed-stage0" and reading and reading.left and "hysteresis" not in said:
-        said["hysteresis"] = max(2, reading.left)
     assumed = _assumed(system, said) if reading else {}
-    if reading and reading.left and assumed.get("hysteresis", reading.left) < reading.left:
-        said["hysteresis"] = assumed["hysteresis"] = reading.left
+    if reading and reading.left and "hysteresis" in assumed:
+        assumed["hysteresis"] = max(assumed["hysteresis"], _USUAL_HYSTERESIS)
+        said["hysteresis"] = max(assumed["hysteresis"], reading.left)
     return _fitting(system, said, scale), assumed
 
 
@@ -182,9 +211,11 @@ def _fitting(system: str, said: dict[str, Any], scale: float | None) -> Dynamic:
     return like(system, **{**said, "init_scale": start})
 
 
-def _state(rule: Rule, reading: Reading) -> ScalerState:
-    fresh = state_to_dict(rule.init())
-    told = {"clean": reading.clean, "left": reading.left}
+def _state(system: str, rule: Rule, reading: Reading) -> ScalerState:
+    fresh, clean = state_to_dict(rule.init()), reading.clean
+    if system.startswith("deepspeed") and isinstance(rule, Dynamic) and clean is not None:
+        clean = clean if rule.late_first_window else (clean + 1) % rule.growth_interval
+    told = {"clean": clean, "left": reading.left}
     kept = {key: value for key, value in told.items() if value is not None}
     if isinstance(rule, Static):
         kept.pop("left", None)

@@ -46,12 +46,28 @@ class Dialect(NamedTuple):
     """Keys under which the system expects a float32 tensor of shape (1,)."""
     fixed: bool = False
     """Whether the saved form can say that the scale never changes."""
+    needs: frozenset[str] = frozenset()
+    """Keys that the state of a scale that changes has beside its signs."""
 
 
 def _get(saved: Saved, key: str) -> Any:
     if key not in saved:
         raise StateError(f"saved scaler: missing key {key}; it has {', '.join(map(str, saved))}")
     return plain(saved[key])
+
+
+def _flag(saved: Saved, key: str) -> bool:
+    value = _get(saved, key)
+    if not isinstance(value, bool):
+        raise StateError(f"saved scaler: {key} must be true or false, got {value!r}")
+    return value
+
+
+def _refuse_missing(saved: Saved, keys: frozenset[str]) -> None:
+    missing = sorted(keys - set(saved))
+    if missing:
+        has = ", ".join(map(str, saved))
+        raise StateError(f"saved scaler: missing {', '.join(missing)}; it has {has}")
 
 
 def _count(saved: Saved, key: str) -> int:
@@ -191,11 +207,21 @@ def _write_late(state: ScalerState) -> dict[str, int]:
     return {"cur_iter": now, "last_overflow_iter": now - 1 - since}
 
 
+_LATE_KEYS = frozenset(("cur_iter", "last_overflow_iter", "scale_window", "scale_factor"))
+_ZERO_KEYS = _LATE_KEYS | {"cur_hysteresis"}
+
+
 def _read_zero(saved: Saved) -> Reading:
-    if "cur_iter" not in saved:
+    if "dynamic" in saved and not _flag(saved, "dynamic"):
         return Reading(_get(saved, "cur_scale"), {}, fixed=True)
+    _refuse_missing(saved, _ZERO_KEYS)
     said = {**_words("deepspeed-zero", saved), **_factors(saved)}
-    left = _count(saved, "cur_hysteresis")
+    left, most = _count(saved, "cur_hysteresis"), said.get("hysteresis")
+    if type(most) is int and 1 <= most < left:
+        raise StateError(
+            f"saved scaler: cur_hysteresis is {left}, and deepspeed-zero never counts above its"
+            f" delayed_shift, {most}"
+        )
     return Reading(_get(saved, "cur_scale"), said, _late(saved), left)
 
 
@@ -219,8 +245,9 @@ def _write_zero(rule: Rule, state: ScalerState) -> dict[str, Any]:
 
 def _read_stage0(saved: Saved) -> Reading:
     scale = _get(saved, "cur_scale")
-    if not _get(saved, "dynamic_loss_scale"):
+    if not _flag(saved, "dynamic_loss_scale"):
         return Reading(scale, {}, fixed=True)
+    _refuse_missing(saved, _LATE_KEYS)
     said = {"growth_interval": _count(saved, "scale_window"), **_factors(saved)}
     if "cur_hysteresis" in saved:
         return Reading(scale, said, _late(saved), _count(saved, "cur_hysteresis"))
@@ -297,9 +324,14 @@ DIALECTS: dict[str, Dialect] = {
         _read_zero,
         _write_zero,
         fixed=True,
+        needs=_ZERO_KEYS,
     ),
     "deepspeed-stage0": Dialect(
-        (frozenset(("dynamic_loss_scale", "cur_scale")),), _read_stage0, _write_stage0, fixed=True
+        (frozenset(("dynamic_loss_scale", "cur_scale")),),
+        _read_stage0,
+        _write_stage0,
+        fixed=True,
+        needs=_LATE_KEYS,
     ),
     "megatron": Dialect(
         (frozenset(("scale", "growth_tracker", "hysteresis_tracker")),),

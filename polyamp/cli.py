@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _ended_in_order():
             status = int(args.run(args))
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed by the caller
+                sys.stdout.flush()
         return status
     except PolyampError as error:
         return _told(args, str(error), 2)
@@ -68,7 +69,7 @@ def _told(args: argparse.Namespace, text: str, status: int) -> int:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM ends the command as an exception does, so that processes of its own end too."""
+    """SIGTERM and SIGHUP end the command as an exception does: its processes end with it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,11 +77,16 @@ def _ended_in_order() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    numbers = [signal.Signals[name] for name in names]
+    mine = [n for n in numbers if signal.getsignal(n) == signal.SIG_DFL]  # nohup ignores SIGHUP
+    for number in mine:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _formats(args: argparse.Namespace) -> int:

@@ -96,7 +96,8 @@ def test_ambiguity_names_the_candidates(tmp_path: Path, capsys) -> None:
     (tmp_path / "f.json").write_text('{"loss_scale": 4.0}')
     status, _, err = convert(capsys, tmp_path / "f.json")
     assert status == 2
-    assert "fairseq at the top; metaseq at the top. Name the system (--from)" in err
+    assert "fairseq at the top; metaseq at the top; jmp, whose scale then never changes" in err
+    assert "Name the system (--from)" in err
 
 
 def test_the_page_lists_every_system() -> None:
@@ -124,9 +125,26 @@ def test_the_page_is_linked() -> None:
 def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, saved: Path, capsys) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    status, _, err = convert(capsys, saved, fifo, "--force")
-    assert (status, fifo.is_fifo()) == (2, True)
-    assert "is no regular file" in err
+    (tmp_path / "null").symlink_to("/dev/null")
+    for target in (fifo, tmp_path, Path("/dev/null"), tmp_path / "null"):
+        status, _, err = convert(capsys, saved, target, "--force")
+        assert (status, fifo.is_fifo()) == (2, True)
+        assert "is no regular file" in err
+    assert Path("/dev/null").is_char_device()
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path, saved: Path, capsys) -> None:
+    (tmp_path / "a.json").symlink_to(tmp_path / "b.json")
+    (tmp_path / "b.json").symlink_to(tmp_path / "a.json")
+    status, _, err = convert(capsys, saved, tmp_path / "a.json", "--force")
+    assert status == 2
+    assert len(err.splitlines()) == 1
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(saved: Path, capsys) -> None:
+    saved.chmod(0o600)
+    assert convert(capsys, saved, saved, "--force")[0] == 0
+    assert saved.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_link_is_followed(tmp_path: Path, saved: Path, capsys) -> None:
@@ -138,7 +156,9 @@ def test_a_link_is_followed(tmp_path: Path, saved: Path, capsys) -> None:
     assert json.loads(real.read_text())["kind"] == "scaler"
 
 
-@pytest.mark.parametrize("command", [["formats"], ["convert", "SAVED"]])
+@pytest.mark.parametrize(
+    "command", [["formats"], ["convert", "SAVED"], ["simulate", "--generate=drift:steps=9"]]
+)
 def test_a_full_disk_is_told_in_a_line(command: list[str], saved: Path) -> None:
     arguments = [str(saved) if word == "SAVED" else word for word in command]
     with open("/dev/full", "w") as full:
@@ -155,3 +175,13 @@ def test_a_full_disk_is_told_in_a_line(command: list[str], saved: Path) -> None:
         == f"polyamp {command[0]}: cannot write: No space left on device"
     )
     assert "Traceback" not in done.stderr
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$0" -P -m polyamp.cli formats >&-', sys.executable],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=fresh_environment(),
+    )
+    assert (done.returncode, done.stderr) == (0, "")

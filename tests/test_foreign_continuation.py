@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
-from foreign_scalers import SCALERS
+from foreign_scalers import SCALERS, WINDOW, DeepSpeedZero
 
 import polyamp
 from polyamp.testing._golden import golden, overflows
@@ -116,3 +116,28 @@ def test_what_was_saved_survives_the_portable_form_and_the_way_back(kind: Any) -
     rest = [0, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
     read = quiet(polyamp.import_scaler, written, kind.system, rule=given)
     assert scales_here(*read, rest) == scales_here(rule, state, rest)
+
+
+class DeepSpeedZeroOlder(DeepSpeedZero):
+    """Its window is not late: grows after each `WINDOW` iterations since the last overflow."""
+
+    def step(self, overflow: bool) -> bool:
+        if overflow:
+            return super().step(True)
+        if (self.now - self.last_bad) % WINDOW == 0:
+            self.scale, self.lives = self.scale * 2.0, self.spares
+        self.now += 1
+        return True
+
+
+def test_an_older_deepspeed_is_a_rule_whose_window_is_not_late() -> None:
+    given, compared = polyamp.Dynamic.like("deepspeed-zero", late_first_window=False), 0
+    for trace in TRACES:
+        for cut in range(len(trace) + 1):
+            native = DeepSpeedZeroOlder()
+            if "ABORT" in scales_of(native, trace[:cut]):
+                break
+            rule, state = polyamp.import_scaler(native.save(), rule=given)
+            assert scales_here(rule, state, trace[cut:]) == scales_of(native, trace[cut:]), cut
+            compared += 1
+    assert compared > 100

@@ -183,6 +183,20 @@ def test_what_stands_under_an_allowed_name_is_inert(tmp_path: Path, torch: Any) 
     assert not mark.exists()
 
 
+def test_what_is_refused_is_told_in_our_own_words(tmp_path: Path, torch: Any) -> None:
+    data = {"scaler": TORCH, "x": types.SimpleNamespace(a=1)}
+    torch.save(data, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(StateError) as told:
+        import_scaler(tmp_path / "old.pt")
+    assert str(told.value) == (
+        f"{tmp_path / 'old.pt'} cannot be read as plain data: it holds more than tensors, numbers,"
+        " strings and containers, or is damaged. polyamp never unpickles objects, since that can"
+        " run code. Where the file was made, load it and save the scaler alone:"
+        " torch.save(scaler.state_dict(), 'scaler.pt'), or as JSON what state_dict() or to_dict()"
+        " returns"
+    )
+
+
 def test_unknown_objects_are_named(tmp_path: Path, torch: Any) -> None:
     torch.save({"scaler": TORCH, "x": types.SimpleNamespace(a=1)}, tmp_path / "x.pt")
     with pytest.raises(StateError, match=r"can rebuild: types\.SimpleNamespace"):
@@ -221,6 +235,33 @@ def test_keras_files(tmp_path: Path) -> None:
         import_scaler(tmp_path / "p.keras")
     with pytest.raises(StateError, match="holds no variables of"):
         import_scaler(tmp_path / "p.weights.h5")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize("rule", ["auto", "megatron", None])
+def test_keras_files_of_polyamp_s_own(tmp_path: Path, rule: str | None) -> None:
+    keras = pytest.importorskip("keras")
+    pytest.importorskip("h5py")
+    amp = pytest.importorskip("polyamp.keras")
+    optimizer = amp.LossScaleOptimizer(keras.optimizers.Adam(), rule=rule)
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    amp.compile(model, optimizer, loss="mse")
+    optimizer.build(model.trainable_variables)
+    data = optimizer.to_dict()
+    data["state"] = {**data["state"], "loss_scale": 64.0, "clean": 5, "step": 9, "skipped": 2}
+    restored = amp.LossScaleOptimizer.from_dict(data, keras.optimizers.Adam())
+    restored.build(model.trainable_variables)
+    optimizer.set_weights([v.numpy() for v in restored.variables])
+    wanted = polyamp.scaler_from_dict(data)
+    if rule is None:  # Keras' own two numbers and two variables
+        wanted = (wanted[0], wanted[0].init()._replace(loss_scale=64.0, clean=5))
+    for name in ("m.keras", "m.h5"):
+        model.save(tmp_path / name)
+        assert import_scaler(tmp_path / name) == wanted
+    model.save_weights(tmp_path / "m.weights.h5")
+    with pytest.raises(StateError, match=r"without its rule: read the \.keras file"):
+        import_scaler(tmp_path / "m.weights.h5")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +315,7 @@ def test_hdf5_of_other_contents(tmp_path: Path, shape: Any) -> None:
         ("a.json", b"{", "is not JSON"),
         ("a.json", b"[" * 100_000, "is not JSON|cannot read"),
         ("a.json", b'{"scale": NaN}', "no loss scaler that is known"),
-        ("a.pkl", pickle.dumps({"scale": 1.0}), "never unpickles"),
+        ("a.pkl", pickle.dumps({"scale": 1.0}), "is a Python pickle, no torch .*never unpickles"),
         ("a.pt", b"", "is neither JSON, a torch checkpoint, nor a Keras file"),
         ("a.pt", b"PK\x03\x04garbage", "damaged archive"),
         ("a.pt", b"\x80\x02garbage", "never unpickles"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
 from foreign_scalers import SCALERS
 from hypothesis import given
 from hypothesis import strategies as st
-from test_foreign import MEGATRON, MEGATRON_CONFIG, TORCH, ZERO
+from test_foreign import MEGATRON, MEGATRON_CONFIG, STAGE0, TORCH, ZERO
 from test_foreign_continuation import quiet
 
 import polyamp
@@ -130,8 +131,70 @@ def test_nothing_that_was_read_is_changed() -> None:
         ({"scale": 4.0, "growth_tracker": 1, "min_loss_scale": 2.0}, "megatron", "hysteresis"),
         ({"scale": 4.0, "growth_interval": 3}, "nemo", "_growth_tracker"),
         ({"scale": 4.0, "growth_step": 3, "growth_interval": 5}, "colossalai", "hysteresis"),
+        ({"_growth_tracker": 1, "growth_interval": 3}, "torch", "scale"),
+        ({"growth_tracker": 1, "min_loss_scale": 2.0}, "megatron", "hysteresis_tracker, scale"),
+        ({"step_counter": 1, "dynamic_growth_steps": 5}, None, "dynamic_scale"),
+        ({"fin_steps": 1, "growth_interval": 5}, "flax", "scale"),
+        ({"counter": 3, "period": 5}, "jmp", "loss_scale"),
+        ({"loss_scale": 16.0, "min_loss_scale": 2.0}, "apex", "unskipped"),
+        ({"cur_hysteresis": 1, "delayed_shift": 2}, "deepspeed-zero", "cur_iter, cur_scale"),
+        (
+            {"initial_loss_scale": 8.0, "optimizer": {"grad_scaler": {"scale": 4.0}}},
+            None,
+            r"at optimizer\.grad_scaler: it has scale, but not growth_tracker",
+        ),
     ],
 )
 def test_half_a_state_is_not_read_as_a_configuration(saved, system, missing) -> None:
     with pytest.raises(polyamp.StateError, match=f"half a state of .*{missing}"):
         polyamp.import_scaler(saved, system)
+
+
+@pytest.mark.parametrize("missing", ["cur_iter", "last_overflow_iter", "scale_window"])
+@pytest.mark.parametrize(("saved", "flag"), [(ZERO, "dynamic"), (STAGE0, "dynamic_loss_scale")])
+def test_a_scale_that_changes_has_its_counts(saved, flag: str, missing: str) -> None:
+    part = {key: value for key, value in saved.items() if key != missing}
+    with pytest.raises(StateError, match=f"missing {missing}; it has"):
+        import_scaler(part)
+    with pytest.raises(StateError, match=f"{flag} must be true or false, got 3"):
+        import_scaler({**saved, flag: 3})
+    assert import_scaler({**part, flag: False})[0] == polyamp.Static(64.0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [
+        ({"dynamic_scale": 4.0}, "half a state: keras without step_counter"),
+        ({k: v for k, v in TORCH.items() if k != "_growth_tracker"}, "torch without _growth_tr"),
+        ({"x": 1, "scaler": {"scale": 1.0, "growth_tracker": 2}}, "megatron at scaler without"),
+    ],
+)
+def test_the_nearest_system_is_named(saved, words: str) -> None:
+    with pytest.raises(StateError, match=f"no loss scaler that is known.*{words}"):
+        import_scaler(saved)
+
+
+def test_a_lone_loss_scale_may_be_jmp_s() -> None:
+    with pytest.raises(StateError, match="fairseq at the top; metaseq at the top; jmp, whose"):
+        import_scaler({"loss_scale": 1024.0})
+    assert import_scaler({"loss_scale": 1024.0}, "jmp")[0] == polyamp.Static(1024.0)
+    rule, state = import_scaler({"loss_scale": 1024.0, "factor": 4}, "jmp")
+    assert (rule.growth_factor, state.loss_scale) == (4.0, 1024.0)
+    words = {"loss_scale": "dynamic", "max_loss_scale": 2.0**17}  # of apex' amp.initialize
+    assert import_scaler(words, "apex")[0] == Dynamic.like("apex", max_scale=2.0**17)
+
+
+def test_a_tracker_above_its_hysteresis() -> None:
+    with pytest.raises(StateError, match=r"cur_hysteresis is 9.*above its delayed_shift, 2"):
+        import_scaler({**ZERO, "cur_hysteresis": 9})
+    saved = {**MEGATRON, "hysteresis_tracker": 9}
+    with pytest.warns(UserWarning, match="hysteresis=2: it goes on with 2. Is it the config"):
+        assert import_scaler(saved, rule=MEGATRON_CONFIG)[1].left == 2
+    for source, left in ((saved, 9), ({**STAGE0, "cur_hysteresis": 3}, 3)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rule, state = import_scaler(source)
+        assert (rule.hysteresis, state.left) == (left, left)
+        others, tracker = (str(w.message) for w in caught)
+        assert f"its default hysteresis, 2: hysteresis={left} is assumed instead" in tracker
+        assert "hysteresis=" not in others
