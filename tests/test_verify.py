@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from polyamp import BackendError, cli
+from polyamp import BackendError, PolyampError, cli
 from polyamp.bench.harness import fresh_environment
 from polyamp.testing import every_rule, random_signals
 from polyamp.testing._conformance import Plan, Row
@@ -144,10 +144,47 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+STUCK = """
+import os, subprocess, time
+from pathlib import Path
+
+inner = subprocess.Popen(["sleep", "60"])
+file = Path(__file__).with_name("pids")
+file.with_suffix(".new").write_text(f"{os.getpid()} {inner.pid}")
+file.with_suffix(".new").rename(file)
+time.sleep(60)
+"""
+"""A backend that starts a process of its own and never ends."""
+
+
+def waited_for(condition) -> bool:
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return bool(Path("/proc", pid, "cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+def _heed_interrupts() -> None:
+    """A shell starts what it runs in the background with SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path, number, status) -> None:
-    (tmp_path / "polyamp_dying.py").write_text("import time\ntime.sleep(60)\n")
+    (tmp_path / "polyamp_dying.py").write_text(STUCK)
     command = [sys.executable, "-m", "polyamp.cli", "verify", "--backend", "dying"]
     with subprocess.Popen(
         [*command, "--html", str(tmp_path / "new.html")],
@@ -157,18 +194,28 @@ def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path, number, sta
         start_new_session=True,
         preexec_fn=_heed_interrupts,
     ) as process:
-        threads = Path(f"/proc/{process.pid}/task")
-        until = time.monotonic() + 60
-        while not any((t / "children").read_text() for t in threads.iterdir()):
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        assert waited_for((tmp_path / "pids").exists)
+        pids = (tmp_path / "pids").read_text().split()
+        assert not (tmp_path / "new.html").exists()
         start = time.monotonic()
         os.kill(process.pid, number)
         _, told = process.communicate(timeout=20)
         assert time.monotonic() - start < 10
     assert process.returncode == status
     assert ("interrupted" in told) == (number == signal.SIGINT)
+    assert waited_for(lambda: not any(map(runs, pids)))
     assert not (tmp_path / "new.html").exists()
+
+
+def test_whether_a_page_can_be_written_is_seen_without_writing_it(tmp_path: Path) -> None:
+    link = tmp_path / "link.html"
+    link.symlink_to(tmp_path / "real.html")
+    page.check(str(link))
+    assert link.is_symlink()
+    assert not (tmp_path / "real.html").exists()
+    for wrong in (tmp_path, tmp_path / "no" / "page.html"):
+        with pytest.raises(PolyampError, match="cannot write --html"):
+            page.check(str(wrong))
 
 
 class TestWorkers:

@@ -14,9 +14,11 @@ things: dividing by it takes out what is the method's and not the thing's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -113,9 +115,19 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 def kill_running() -> None:
-    """End the processes that `in_fresh_python` waits for, in whatever thread."""
+    """End the processes that `in_fresh_python` waits for, in whatever thread, and their own."""
     for process in list(_running):
-        process.kill()
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a process and its group, in which are those that it started itself."""
+    if process.returncode is not None:
+        return
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def in_fresh_python(
@@ -146,12 +158,13 @@ def in_fresh_python(
         stderr=pipe,
         text=True,
         env=fresh_environment(env),
+        process_group=0,
     ) as process:
         _running.add(process)
         try:
             out, err = process.communicate(feed() if feed else None)
         except BaseException:
-            process.kill()
+            _kill(process)
             raise
         finally:
             _running.discard(process)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,15 +29,18 @@ def check(file: str) -> None:
     """Refuse a `file` that cannot be written, before anything is run.
 
     Raises:
-        PolyampError: the folder is missing, or the file cannot be opened for writing.
+        PolyampError: the folder is missing, or it or the file is not writable.
     """
-    new = not Path(file).exists()
-    try:
-        Path(file).open("a", encoding="utf-8").close()
-        if new:
-            Path(file).unlink()
-    except OSError as error:
-        raise PolyampError(f"cannot write --html {file}: {error}") from error
+    place = os.path.realpath(file)
+    folder, why = os.path.dirname(place), ""
+    if os.path.isdir(place):
+        why = "it is a folder"
+    elif not os.path.isdir(folder):
+        why = f"there is no folder {folder}"
+    elif not os.access(place if os.path.exists(place) else folder, os.W_OK):
+        why = "permission denied"
+    if why:
+        raise PolyampError(f"cannot write --html {file}: {why}")
 
 
 def write(file: str, found: Verification) -> None:

@@ -141,8 +141,8 @@ def verify(
     found = Verification(plan)
     found.versions = {"polyamp": polyamp.__version__, "python": platform.python_version()}
     pool = ThreadPoolExecutor(min(AT_ONCE, os.cpu_count() or 1))
+    results: list[Future[_Result]] = []
     try:
-        results: list[Future[_Result]] = []
         for worker in workers:
             results.append(pool.submit(_result, worker, plan, results[-1] if results else None))
         for worker, future in zip(workers, results, strict=True):
@@ -154,6 +154,9 @@ def verify(
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         kill_running()
+        while not all(future.done() for future in results):
+            time.sleep(0.02)
+            kill_running()  # one that was only starting
         raise
     finally:
         pool.shutdown(cancel_futures=True)
