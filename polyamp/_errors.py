@@ -63,8 +63,13 @@ class SkippedStepWarning(UserWarning):
     """A training step was skipped because a gradient or the loss was not finite."""
 
 
-def closest(word: str, allowed: Iterable[object], count: int = 1) -> list[str]:
-    """The entries of `allowed` most like `word`, best first, at most `count`."""
+def closest(
+    word: str, allowed: Iterable[object], count: int = 1, *, likeness: float = 0.4
+) -> list[str]:
+    """The entries of `allowed` most like `word`, best first, at most `count`.
+
+    None is less like it than `likeness`, from 0 (nothing in common) to 1 (the same).
+    """
     import difflib
 
-    return difflib.get_close_matches(word, [str(a) for a in allowed], n=count, cutoff=0.4)
+    return difflib.get_close_matches(word, [str(a) for a in allowed], n=count, cutoff=likeness)

@@ -100,13 +100,21 @@ def presets() -> dict[str, Dynamic]:
 def like(system: str, **overrides: Any) -> Dynamic:
     """See `Dynamic.like`."""
     if system not in PRESETS:
-        near = closest(str(system), PRESETS)
+        if system in _OWN:
+            raise RuleError(
+                f"{system!r} is a rule of polyamp's own, not another system's: give it as rule="
+                f" itself. Systems: {', '.join(PRESETS)}"
+            )
+        near = closest(str(system), [*PRESETS, *_OWN], likeness=0.6)
         hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise RuleError(f"unknown system {system!r}{hint} Known: {', '.join(PRESETS)}")
+        raise RuleError(
+            f"unknown system {system!r}{hint} Known: {', '.join(PRESETS)}; polyamp's own rules are"
+            f" {', '.join(_OWN)}"
+        )
     allowed = [f.name for f in fields(Dynamic)]
     for key in overrides:
         if key not in allowed:
-            near = closest(key, allowed)
+            near = closest(key, allowed, likeness=0.6)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise RuleError(f"Dynamic has no parameter {key!r}{hint} It has: {', '.join(allowed)}")
     preset = PRESETS[system]
@@ -149,7 +157,7 @@ def resolve_rule(rule: Rule | str | None, default: Rule | None = None) -> Rule:
         return like(rule)
     if isinstance(rule, str):
         known = [*_OWN, *PRESETS]
-        near = closest(rule, known)
+        near = closest(rule, known, likeness=0.6)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise RuleError(f"unknown rule {rule!r}{hint} Known: {', '.join(known)}")
     raise RuleError(

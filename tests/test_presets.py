@@ -152,3 +152,15 @@ def test_every_parameter_is_used_by_some_preset_or_is_an_extra() -> None:
 def test_a_rule_that_is_not_known_is_told_with_all_that_are() -> None:
     with pytest.raises(polyamp.RuleError, match=r"did you mean .auto..*two-phase.*megatron"):
         polyamp.resolve_rule("autoo")
+
+
+def test_a_rule_of_our_own_is_no_system() -> None:
+    with pytest.raises(polyamp.RuleError, match=r"'autoo'; did you mean 'auto'.*two-phase"):
+        polyamp.Dynamic.like("autoo")
+    with pytest.raises(polyamp.RuleError, match=r"'auto' is a rule of polyamp's own.*give it as"):
+        polyamp.Dynamic.like("auto")
+
+
+def test_an_unlike_parameter_has_no_hint() -> None:
+    with pytest.raises(polyamp.RuleError, match=r"no parameter 'foo'\. It has: init_scale"):
+        polyamp.Dynamic.like("torch", foo=1)

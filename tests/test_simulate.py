@@ -209,6 +209,7 @@ class TestRules:
             ("dynamic:growth_interval=3,growth_interval=4", "given twice"),
             ("dynamic:4,init_scale=8", "init_scale is given twice"),
             ("dynamic:growth_intervall=3", "did you mean 'growth_interval'"),
+            ("dynamic:foo=1", r"no parameter 'foo'\. It has: init_scale"),
             ("static:growth_interval=3", "Static has no parameter 'growth_interval'"),
             ("static:big", "init_scale must be a number, got 'big'"),
             ("static:0**-1", "not a number"),

@@ -84,6 +84,7 @@ class TestAmax:
         ("a.jsonl", "[1]\n", "line 1 is not a JSON object"),
         ("a.jsonl", '{"loss": 1}\n', "line 1: none of amax, found_inf.* it has loss"),
         ("a.jsonl", '{"amax": 1}\n{"loss": 1}\n', "line 2: amax is missing"),
+        ("a.jsonl", '{"skipped": 0}\n{"x": 1}\n', "line 2: skipped is missing; it is there in"),
         ("a.jsonl", '{"amax": true}\n', "line 1: amax must be a number, got True"),
         ("a.jsonl", '{"amax": [1]}\n', "line 1: amax must be a number"),
         ("a.jsonl", '{"finite": 1}\n{"finite": null}\n', "line 2: finite must be 0 or 1, got None"),

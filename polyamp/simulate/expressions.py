@@ -77,7 +77,7 @@ def parse_rule(text: str) -> Rule:
     allowed = [f.name for f in fields(rule)]  # type: ignore[arg-type]
     for key in values:
         if key not in allowed:
-            near = closest(key, allowed)
+            near = closest(key, allowed, likeness=0.6)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise RuleError(
                 f"{type(rule).__name__} has no parameter {key!r}{hint} It has: {', '.join(allowed)}"

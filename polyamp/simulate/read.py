@@ -86,8 +86,8 @@ def read_npz(path: Path) -> RangeTrace:
     missing = [key for key in needed if key not in arrays]
     if missing:
         raise PolyampError(
-            f"{path.name}: {_list(missing)} missing; a trace has AP, AA, HP, HA (or AP, AA, params,"
-            f" inner, low); this file has {_list(arrays) or 'nothing'}"
+            f"{path.name}: {_list(missing)} missing; a trace has AP, AA, HP, HA (in the compact"
+            f" form AP, AA, params, inner, low); this file has {_list(arrays) or 'nothing'}"
         )
     _check_arrays(path.name, arrays, tables, packed)
     if packed:
@@ -189,7 +189,11 @@ def _from_records(path: Path, records: Iterable[tuple[int, Mapping[str, Any]]]) 
 
 
 def _flag(path: Path, line: int, key: str, row: Mapping[str, Any]) -> bool:
-    value = row.get(key)
+    if key not in row:
+        raise PolyampError(
+            f"{path.name}, line {line}: {key} is missing; it is there in the first step"
+        )
+    value = row[key]
     found = _TRUTHS.get(str(value).lower())
     if found is None:
         raise PolyampError(f"{path.name}, line {line}: {key} must be 0 or 1, got {value!r}")
