@@ -96,7 +96,10 @@ class Trainer:
         progress: bool = True,
     ) -> None:
         optimizer = getattr(optimizer, "_polyamp_masters", optimizer)
-        check(model, optimizer, criterion, scheduler, accumulation_steps)
+        check(model, optimizer, criterion, scheduler)
+        check_count("accumulation_steps", accumulation_steps)
+        if metric is not None and not callable(metric):
+            raise TypeError(f"metric must be callable, got {metric!r}")
         limit = Limit.of(float("inf") if max_norm is None else max_norm, 2.0)
         if ema_decay is not None:
             check_decay(ema_decay)
@@ -136,12 +139,11 @@ class Trainer:
 
         Raises:
             ValueError: an epoch without a batch (a generator is exhausted after one), or
-                `num_epochs` below 1.
+                `num_epochs` is no whole number from 1.
         """
         import pandas as pd
 
-        if num_epochs < 1:
-            raise ValueError(f"num_epochs must be at least 1, got {num_epochs!r}")
+        check_count("num_epochs", num_epochs)
         last = self.epoch + num_epochs
         rows = []
         while self.epoch < last:
@@ -299,9 +301,7 @@ def batch_size(target: Any) -> int:
     return sizes[0] if sizes else 1
 
 
-def check(
-    model: Any, optimizer: Any, criterion: Any, scheduler: Any, accumulation_steps: Any
-) -> None:
+def check(model: Any, optimizer: Any, criterion: Any, scheduler: Any) -> None:
     """Refuse what `Trainer` cannot work with.
 
     Raises:
@@ -321,18 +321,29 @@ def check(
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError("step ReduceLROnPlateau by hand, on what train() or evaluate() returns")
     known = (optimizer, getattr(optimizer, "inner", optimizer))
-    if scheduler is not None and all(scheduler.optimizer is not o for o in known):
+    over = getattr(scheduler, "optimizer", None)
+    if scheduler is not None and (over is None or not callable(getattr(scheduler, "step", None))):
+        raise TypeError(
+            "scheduler must be a scheduler of torch.optim.lr_scheduler over this optimizer, got"
+            f" {scheduler!r}"
+        )
+    if scheduler is not None and all(over is not o for o in known):
         raise ValueError("scheduler must be built over this optimizer")
     ids = {id(param) for param in model.parameters()}
     if isinstance(optimizer, MasterWeights):
         ids |= {id(optimizer.master_of(param)) for param in model.parameters()}
     if not any(id(param) in ids for group in optimizer.param_groups for param in group["params"]):
         raise ValueError("optimizer has no parameter of this model; build it over its parameters")
-    whole = isinstance(accumulation_steps, int) and not isinstance(accumulation_steps, bool)
-    if not whole or accumulation_steps < 1:
-        raise ValueError(
-            f"accumulation_steps must be a whole number of batches, got {accumulation_steps!r}"
-        )
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse a number of things that is no int from 1.
+
+    Raises:
+        ValueError: names it.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a whole number from 1, got {value!r}")
 
 
 def _windows(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -140,6 +140,12 @@ def test_contradictions_are_refused(options):
         trainer(**options)
 
 
+@pytest.mark.parametrize("name", ["scheduler", "metric"])
+def test_a_word_is_no_scheduler_and_no_metric(name):
+    with pytest.raises(TypeError, match=f"{name} must be .*, got 'cosine'"):
+        trainer(**{name: "cosine"})
+
+
 @pytest.mark.parametrize("steps", [0, -1, True, 1.5])
 def test_accumulation_steps_is_a_count(steps):
     with pytest.raises(ValueError, match="accumulation_steps must be a whole number"):
@@ -198,8 +204,10 @@ class TestHistory:
         assert table["epoch"].tolist() == [3]
         assert table["val_loss"].tolist() == [42.0]
         assert table["loss"].item() != 42.0
-        with pytest.raises(ValueError, match="num_epochs must be at least 1, got 0"):
-            ours.train(problem(), 0)
+        for wrong in (0, 1.5, "2", True):
+            with pytest.raises(ValueError, match=f"num_epochs must be .* from 1, got {wrong!r}"):
+                ours.train(problem(), wrong)
+        assert ours.epoch == 3
 
 
 class TestModesAndPrecision:
