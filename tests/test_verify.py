@@ -172,10 +172,15 @@ def runs(pid: str) -> bool:
         return False
 
 
-def _heed_interrupts() -> None:
-    """A shell starts what it runs in the background with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+HEEDING = """
+import signal, sys
+from polyamp import cli
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The command, where a shell in the background or nohup would have signals ignored."""
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="looks for processes in /proc")
@@ -185,14 +190,13 @@ def _heed_interrupts() -> None:
 )
 def test_a_signal_ends_the_command_and_its_processes(tmp_path: Path, number, status) -> None:
     (tmp_path / "polyamp_dying.py").write_text(STUCK)
-    command = [sys.executable, "-m", "polyamp.cli", "verify", "--backend", "dying"]
+    command = [sys.executable, "-P", "-c", HEEDING, "verify", "--backend", "dying"]
     with subprocess.Popen(
         [*command, "--html", str(tmp_path / "new.html")],
         stderr=subprocess.PIPE,
         text=True,
         env=fresh_environment(),
         start_new_session=True,
-        preexec_fn=_heed_interrupts,
     ) as process:
         assert waited_for((tmp_path / "pids").exists)
         pids = (tmp_path / "pids").read_text().split()
