@@ -139,11 +139,6 @@ class TestCommand:
         assert told in capsys.readouterr().err
 
 
-def _heed_interrupts() -> None:
-    """A shell starts what it runs in the background with SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 STUCK = """
 import os, subprocess, time
 from pathlib import Path
