@@ -42,6 +42,8 @@ def budgeted(
 ) -> Selection:
     """Only as many modules in a low format as the share of the multiply-adds takes.
 
+    Modules without multiply-adds go with the one before them.
+
     Args:
         macs: multiply-adds of each module's forward pass, by path.
         share: 0..1.
@@ -55,6 +57,11 @@ def budgeted(
         if path in statistics and state.family is None and state.choice.level < 3
     }
     taken = set(within_budget(low, share))
+    before = None
+    for path in statistics:
+        if path in low and not low[path].gain and before in taken:
+            taken.add(path)
+        before = path
     over = Choice(3, 0, "budget", share, share)
     modules = {
         path: state._replace(choice=over) if path in low and path not in taken else state

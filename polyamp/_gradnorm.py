@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from polyamp._errors import RuleError
+from polyamp._formats import shown
 from polyamp._statistics import ModuleStatistics, Statistics
 
 
@@ -25,12 +27,22 @@ class GradNormSelector:
 
         norm < low: FP32        norm > high: FP32_SCALED        else: FP16
 
-    On recorded gradients it was wrong in 24 % of its FP16 decisions and needlessly strict in 95 %
-    of its FP32 ones: a norm says nothing of where a tensor's entries lie (docs/selector.md).
+    A norm says nothing of where a tensor's entries lie: docs/selector.md has what it gets wrong.
+
+    Raises:
+        RuleError: `low` and `high` are no numbers above 0, or `low` is above `high`.
     """
 
     low: float = 1e-3
     high: float = 65500.0
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise RuleError(f"{name} must be a number above 0, got {shown(value)}")
+        if self.low > self.high:
+            raise RuleError(f"low must not be above high: {self.low} and {self.high}")
 
     def mode(self, norm: float) -> str:
         """FP16, FP32 or FP32_SCALED for a gradient's norm."""
@@ -45,8 +57,13 @@ class GradNormSelector:
 
         Args:
             statistics: by path.
-            loss_scale: by which the measured gradients are scaled.
+            loss_scale: by which the measured gradients are scaled, above 0.
+
+        Raises:
+            RuleError: a loss scale that is no number above 0.
         """
+        if not (isinstance(loss_scale, (int, float)) and loss_scale > 0):
+            raise RuleError(f"loss_scale must be a number above 0, got {shown(loss_scale)}")
         found = {}
         for path, measured in statistics.items():
             s = measured.weight_gradient

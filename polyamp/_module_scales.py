@@ -24,9 +24,15 @@ from polyamp._errors import RuleError, StateError
 from polyamp._formats import shown
 from polyamp._policy import LARGEST_SHIFT, Policy
 from polyamp._policy_map import PolicyMap
-from polyamp._select import Selector, largest_gradient, overflowed
-from polyamp._selection import HALF, SINGLE, Capabilities, Choice, Selection, exact_rules
-from polyamp._statistics import ModuleStatistics
+from polyamp._select import (
+    AIM,
+    Selector,
+    known_paths,
+    shift_for,
+    step_after,
+)
+from polyamp._selection import HALF, SINGLE, START, Capabilities, Choice, Selection, exact_rules
+from polyamp._statistics import ModuleStatistics, largest_gradient, overflowed
 
 _ANY = Capabilities()
 _FLUSHED = 2.0**-26
@@ -36,8 +42,6 @@ _NEARER = 4
 
 SPAN = 25
 """Bits that one scale covers."""
-_AIM, _KEPT = 8, 14
-"""Largest gradients are put below 2**_AIM: a loss scale may rise 8 bits; kept below 2**_KEPT."""
 
 
 def module_shifts(
@@ -60,13 +64,13 @@ def module_shifts(
     levels = _levels(known, shifts)
     if _spread(levels) <= _limit(shifts, span):
         return {}
-    return {path: _shift(amax, shifts.get(path)) for path, amax in levels.items()}
+    return {path: shift_for(amax, shifts.get(path)) for path, amax in levels.items()}
 
 
 def _levels(amaxes: Mapping[str, float], shifts: Mapping[str, int]) -> dict[str, float]:
     """Largest gradients, all above 0."""
     measured = {path: amax or _FLUSHED for path, amax in amaxes.items()}
-    unseen = {p: math.ldexp(1.0, _AIM - 1 - j) for p, j in shifts.items() if not amaxes.get(p)}
+    unseen = {p: math.ldexp(1.0, AIM - 1 - j) for p, j in shifts.items() if not amaxes.get(p)}
     return measured | unseen
 
 
@@ -76,12 +80,6 @@ def _spread(levels: Mapping[str, float]) -> float:
 
 def _limit(shifts: Mapping[str, int], span: int) -> int:
     return span - _NEARER if shifts else span
-
-
-def _shift(amax: float, old: int | None) -> int:
-    if old is not None and 1.0 <= math.ldexp(amax, old) < 2.0**_KEPT:
-        return old
-    return max(-LARGEST_SHIFT, min(_AIM - math.frexp(amax)[1], LARGEST_SHIFT))
 
 
 def with_shifts(base: PolicyMap, paths: Iterable[str], shifts: Mapping[str, int]) -> PolicyMap:
@@ -189,16 +187,18 @@ class ModuleScales:
         selection: Selection,
         capabilities: Capabilities = _ANY,
         step: int | None = None,
+        gradients: bool = True,
     ) -> Selection:
-        """The selection after one more sample; arguments as `Selector.decide`."""
-        step = selection.step + 1 if step is None else step
+        """The selection after one more sample; arguments and errors as `Selector.decide`."""
+        step = step_after(selection, step)
+        known_paths(statistics, selection)
         amaxes = {
             path: largest_gradient(one)
             for path, one in statistics.items()
             if selection.modules[path].family is None
             and (one.gradient is not None or one.weight_gradient is not None)
         }
-        if overflowed(statistics) or not any(amaxes.values()):
+        if not gradients or overflowed(statistics) or not any(amaxes.values()):
             return selection._replace(step=step)
         modules, flips = dict(selection.modules), selection.flips
         held = {p: one.choice.shift for p, one in modules.items() if one.choice.level == 1}
@@ -207,9 +207,10 @@ class ModuleScales:
         for path in {**amaxes, **held}:
             own = path in shifts
             choice = Choice(int(own), shifts[path] if own else 0, *reason)
-            if choice[:2] != modules[path].choice[:2]:
+            before = modules[path].choice
+            if choice[:2] != before[:2] or before.statistic == START:
                 modules[path] = modules[path]._replace(choice=choice)
-                flips += 1
+                flips += choice[:2] != before[:2]
         return Selection(modules, step, flips)
 
     def calibrated(
@@ -219,4 +220,4 @@ class ModuleScales:
         capabilities: Capabilities = _ANY,
     ) -> Selection:
         """The selection that a calibration's statistics call for."""
-        return self.decide(statistics, selection, capabilities)
+        return self.decide(statistics, selection, capabilities, selection.step)

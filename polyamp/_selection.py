@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from polyamp._errors import StateError
 from polyamp._formats import shown
-from polyamp._policy import Policy
+from polyamp._policy import LARGEST_SHIFT, Policy
 from polyamp._policy_map import PolicyMap
+from polyamp._policy_pattern import OP_FAMILIES
 
 HALF, BRAIN, SINGLE = "float16", "bfloat16", "float32"
 LADDER = ("float16", "float16 with 2**j", "bfloat16", "float32")
 """The levels a module can be on, the fastest first."""
 START = "start"
 """In the place of a statistic, before anything was measured."""
+OUTPUT = "output"
+"""In the place of a family, of layers that a backend keeps in float32 as those that make a model's
+outputs (Keras)."""
 
 
 class Capabilities(NamedTuple):
@@ -29,6 +33,22 @@ class Capabilities(NamedTuple):
     """Those in which a matrix product takes longer than in float32."""
     shifts: bool = True
     """Whether the backend can give a module a 2**j of its own."""
+
+    @classmethod
+    def from_times(cls, times: Mapping[str, Sequence[float]], shifts: bool = True) -> Capabilities:
+        """What follows from the times that a matrix product took in each format.
+
+        Args:
+            times: seconds, by format: of float32, and of the low formats that the device has. One
+                whose median is above float32's is slow.
+            shifts: as in the class.
+        """
+        from statistics import median
+
+        medians = {name: median(found) for name, found in times.items()}
+        low = frozenset(times) - {SINGLE}
+        slow = frozenset(name for name in low if medians[name] > medians[SINGLE])
+        return cls(low, slow, shifts)
 
 
 class Choice(NamedTuple):
@@ -167,6 +187,8 @@ def _pattern(path: str) -> str:
 
 
 def _why(state: ModuleState) -> str:
+    if state.family == OUTPUT:
+        return f"{SINGLE}: makes an output of the model"
     if state.family is not None:
         return f"{SINGLE}: {state.family} computes in {SINGLE}"
     if state.choice.statistic == START:
@@ -191,10 +213,17 @@ def _module_state(path: Any, data: Any) -> ModuleState:
     family, statistic = data["family"], choice["statistic"]
     if not isinstance(statistic, str) or not isinstance(family, str | None):
         raise StateError(f"{where}: statistic and family must be strings")
+    if family not in (None, OUTPUT, *OP_FAMILIES):
+        raise StateError(f"{where}: no family {shown(family)}; allowed: {', '.join(OP_FAMILIES)}")
     if not isinstance(data["promoted"], bool):
         raise StateError(f"{where}: promoted must be true or false")
     numbers = {name: _number(choice[name], f"{where}: {name}") for name in ("value", "threshold")}
-    shift = _whole(choice["shift"], f"{where}: shift", low=-(1 << 10))
+    shift = _whole(choice["shift"], f"{where}: shift", low=-LARGEST_SHIFT)
+    if shift > LARGEST_SHIFT or (shift and level != 1):
+        raise StateError(
+            f"{where}: shift must be at most {LARGEST_SHIFT}, and 0 but on level 1, got {shift} on"
+            f" level {level}"
+        )
     counts = {n: _whole(data[n], f"{where}: {n}") for n in ("bad", "good", "dwell")}
     return ModuleState(
         choice=Choice(level, shift, statistic, **numbers),

@@ -12,13 +12,13 @@ On the device a tensor x becomes eight float32 numbers (RAW), moved to the host 
     far         of those, entries with |x| < amax * 2**-30
 
 Gradients are measured as they come, scaled by the loss scale; that is what float16 has to hold.
-Source: the range study in docs/selector.md.
+docs/selector.md has the measurements.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from polyamp._errors import StateError
@@ -95,7 +95,7 @@ class ModuleStatistics(NamedTuple):
     """(format, error): relative error of the model's gradient with only this module in the format,
     over the gradient's own noise from batch to batch."""
     work: float | None = None
-    """Multiply-adds of one forward pass over the entries it reads and writes."""
+    """Multiply-adds of one forward pass an entry of the output."""
 
 
 def merged(raws: Iterable[Sequence[float]]) -> tuple[float, ...] | None:
@@ -114,3 +114,30 @@ def statistics_of(raws: Iterable[Sequence[float]]) -> Statistics | None:
     """`Statistics` of several measured tensors put together; None if there is none."""
     raw = merged(raws)
     return None if raw is None else Statistics.from_raw(raw)
+
+
+def overflowed(statistics: Mapping[str, ModuleStatistics]) -> bool:
+    """Whether a gradient in a sample is not finite."""
+    gradients = [g for one in statistics.values() for g in (one.gradient, one.weight_gradient)]
+    return any(g is not None and g.nonfinite > 0 for g in gradients)
+
+
+def largest_gradient(measured: ModuleStatistics) -> float:
+    """The largest scaled gradient of the module."""
+    both = (measured.gradient, measured.weight_gradient)
+    return max((s.amax for s in both if s is not None), default=0.0)
+
+
+def cast_values(new: ModuleStatistics) -> tuple[tuple[str, Statistics | None], ...]:
+    """What is cast to the module's format in the forward pass."""
+    return ("inputs", new.inputs), ("output", new.output), ("weights", new.weights)
+
+
+def poisoned(statistics: Mapping[str, ModuleStatistics]) -> set[str]:
+    """Modules whose inputs were not finite, if it is known where that began: at one whose own
+    inputs were."""
+    lost = {
+        path: tuple(s is not None and s.nonfinite > 0 for s in (one.inputs, one.output))
+        for path, one in statistics.items()
+    }
+    return {p for p, (came, _) in lost.items() if came} if (False, True) in lost.values() else set()

@@ -69,6 +69,22 @@ class TestForward:
         assert run(statistics) == "bfloat16"
         assert run.choice.statistic == "inputs.amax"
 
+    def test_weights_count_as_well(self) -> None:
+        run = Run()
+        assert run(sample()._replace(weights=GOOD._replace(amax=1e5))) == "bfloat16"
+        assert run.choice.statistic == "weights.amax"
+
+    def test_the_module_where_infinities_begin_is_charged_and_not_those_they_reach(self) -> None:
+        lost = GOOD._replace(nonfinite=0.5)
+        fine = ModuleStatistics(output=GOOD, inputs=GOOD)
+        reached = ModuleStatistics(output=lost, inputs=lost)
+        selector = Selector()
+        start = selector.start(dict.fromkeys("abc"))
+        found = selector.decide({"a": fine, "b": fine._replace(output=lost), "c": reached}, start)
+        assert [c.level for c in found.choices.values()] == [0, 3, 0]
+        found = selector.decide({"a": reached, "b": reached, "c": reached}, start)
+        assert [c.level for c in found.choices.values()] == [3, 3, 3]
+
     def test_not_finite_moves_at_once(self) -> None:
         infinite = sample()._replace(output=GOOD._replace(nonfinite=1e-3))
         run = Run()
@@ -119,8 +135,35 @@ class TestGradients:
         assert [run(overflow) for _ in range(9)] == ["float16"] * 9
         assert run(overflow._replace(output=GOOD._replace(amax=16400.0))) == "bfloat16"
 
+    @pytest.mark.parametrize("told", [True, False])
+    def test_such_a_sample_leaves_the_counts_as_they_are(self, told: bool) -> None:
+        """One with an overflow, or one that is said to come after a skip."""
+        nothing = sample(bad=1.0, nonfinite=0.1) if told else sample(bad=1.0)
+        run = Run()
+
+        def say_nothing() -> None:
+            run.selection = run.selector.decide(
+                {"m": nothing}, run.selection, run.can, gradients=told
+            )
+
+        for _ in range(2):
+            run(sample(bad=0.06, far=1))
+            say_nothing()
+        assert run(sample(bad=0.06, far=1)) == "bfloat16"
+        for _ in range(5):
+            say_nothing()
+        assert run.selection.modules["m"].good == 0
+        assert run.choice.level == 2
+
+    def test_a_tiny_gradient_gets_the_largest_power_of_two_there_is(self) -> None:
+        run = Run()
+        for _ in range(3):
+            run(sample(bad=0.5, amax=2.0**-149)._replace(weight_gradient=None))
+        assert run.choice[:2] == (1, 126)
+        run.selection.policy_map()
+
     def test_negligible_gradients_are_not_judged(self) -> None:
-        tiny = GOOD._replace(rms=1e-6, bad=1.0, far=1.0)
+        tiny = GOOD._replace(rms=1e-8, bad=1.0, far=1.0)
         statistics = {
             "key": ModuleStatistics(weight_gradient=tiny),
             "value": ModuleStatistics(weight_gradient=GOOD),
@@ -225,6 +268,32 @@ def test_grad_norm_selector() -> None:
 
 
 class TestErrors:
+    def test_grad_norm_selector(self) -> None:
+        for values, told in (
+            ({"low": math.nan}, "low must be a number above 0, got nan"),
+            ({"high": "a"}, "high must be a number above 0"),
+            ({"low": 2.0, "high": 1.0}, "low must not be above high"),
+        ):
+            with pytest.raises(RuleError, match=told):
+                GradNormSelector(**values)
+        with pytest.raises(RuleError, match="loss_scale must be a number above 0, got 0"):
+            GradNormSelector().decide({"m": sample()}, loss_scale=0)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "told"),
+        [
+            ("shift", 127, "shift must be at most 126"),
+            ("shift", 3, "0 but on level 1, got 3 on level 0"),
+            ("family", "nrom", "no family 'nrom'"),
+        ],
+    )
+    def test_saved_selections(self, key, value, told) -> None:
+        data = Selector().start({"m": None}).to_dict()
+        module = data["modules"]["m"]
+        (module if key == "family" else module["choice"])[key] = value
+        with pytest.raises(StateError, match=told):
+            Selection.from_dict(data)
+
     @pytest.mark.parametrize(
         ("values", "told"),
         [
@@ -248,6 +317,8 @@ class TestErrors:
         selection = selector.decide({"m": sample()}, selection, step=10)
         with pytest.raises(RuleError, match="9 after 10"):
             selector.decide({"m": sample()}, selection, step=9)
+        with pytest.raises(RuleError, match="whole number, got nan"):
+            selector.decide({"m": sample()}, selection, step=math.nan)
 
 
 shares = st.floats(0, 1)

@@ -12,7 +12,11 @@ except ModuleNotFoundError as error:
         name=framework,
     ) from error
 
+from polyamp_keras._adaptive import Adaptive as Adaptive
+from polyamp_keras._calibrate import advise as advise
+from polyamp_keras._calibrate import calibrate as calibrate
 from polyamp_keras._callbacks import CheckScaling as CheckScaling
+from polyamp_keras._capabilities import capabilities as capabilities
 from polyamp_keras._cast import cast as cast
 from polyamp_keras._cast import unscale as unscale
 from polyamp_keras._compile import compile as compile

@@ -15,6 +15,8 @@ Nothing of polyamp is left in the layers' configurations, so that Keras alone lo
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +110,11 @@ def remove_policy(model: Any) -> Any:
             place.layer._dtype_policy = applied.before
     _refresh(found)
     return model
+
+
+def has_policy(model: Any) -> bool:
+    """Whether `apply_policy` gave the model a policy that is still there."""
+    return any(APPLIED in vars(place.layer) for place in places(model))
 
 
 def to_float32(model: Any) -> Any:
@@ -342,7 +349,16 @@ def _refresh(found: Sequence[Place]) -> None:
             _widen_input(layer)
         for kind in ("train", "test", "predict"):
             if getattr(layer, f"{kind}_function", None) is not None:
+                _renew_step(layer, f"{kind}_step")
                 getattr(layer, f"make_{kind}_function")(force=True)
+
+
+def _renew_step(model: Any, name: str) -> None:
+    """Another object for a step that is not the class's: jax.jit knows what it traced by it."""
+    step = vars(model).get(name)
+    if step is not None:
+        new = copy.copy(step)
+        setattr(model, name, functools.partial(step) if new is step else new)
 
 
 def _widen_input(model: Any) -> None:

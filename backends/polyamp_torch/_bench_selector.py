@@ -53,7 +53,7 @@ PLAIN_LIMIT = 3
 """Hard trainings that plain autocast may manage."""
 STALLED = 0.9
 """A training with less than this share of float32's accuracy diverged or stalled."""
-FLUSHED, ERROR, NEGLIGIBLE = 0.05, 0.01, 1e-6
+FLUSHED, ERROR, NEGLIGIBLE = 0.05, 0.01, 1e-12
 CAN = Capabilities()
 EVERY = 10
 

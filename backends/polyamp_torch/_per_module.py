@@ -22,9 +22,8 @@ from polyamp._errors import RuleError, StateError
 from polyamp._module_scales import SavedShifts, module_shifts, with_shifts
 from polyamp._policy_map import PolicyMap
 from polyamp._scaling import Rule
-from polyamp._select import largest_gradient, overflowed
 from polyamp._selection import HALF
-from polyamp._statistics import ModuleStatistics
+from polyamp._statistics import ModuleStatistics, largest_gradient, overflowed
 from polyamp_torch._dtypes import LOW
 from polyamp_torch._modules import APPLIED, apply_policy, rules_of
 from polyamp_torch._watch import Watch, family_of

@@ -19,6 +19,7 @@ if keras.config.backend() != "tensorflow":
 import keras_cases as kc
 import numpy as np
 import tensorflow as tf
+from keras_selector_cases import CAN, SCALE, trained, wide_model
 
 import polyamp
 import polyamp.keras as amp
@@ -256,3 +257,13 @@ def test_two_workers_skip_together_and_do_not_hang() -> None:
     want = ["SEEN [0.5, 1.5] 4.0 1", "SEEN [0.5, 1.5] 2.0 1", "SEEN [0.0, 1.0] 2.0 2"]
     for out, err in done:
         assert [line for line in out.splitlines() if line.startswith("SEEN")] == want, err[-3000:]
+
+
+def test_statistics_of_all_replicas(strategy: Any) -> None:
+    with strategy.scope():
+        model = wide_model()
+        adaptive = amp.Adaptive(model, capabilities=CAN, every=2)
+        amp.compile(model, "sgd", "mse", rule=polyamp.Static(SCALE), jit_compile=False)
+    trained(model, 5, 16400.0, adaptive=adaptive)
+    assert adaptive.statistics["first"].output.size == 32  # four rows over two replicas
+    assert adaptive.selection.choices["first"].format == "bfloat16"
