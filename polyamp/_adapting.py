@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from polyamp._errors import PolyampError, StateError
 from polyamp._formats import shown
-from polyamp._module_scales import ModuleScales
+from polyamp._module_scales import ModuleScales, with_shifts
+from polyamp._policy_map import PolicyMap
 from polyamp._select import Selector
 from polyamp._selection import SINGLE, Capabilities, Selection
 from polyamp._statistics import ModuleStatistics
@@ -58,6 +59,15 @@ class Adapting:
         self.statistics: dict[str, ModuleStatistics] = {}
         self.steps, self.changes = 0, 0
 
+    def is_to_count(self, at_once: int = 1) -> bool:
+        """Whether steps skipped so far are to be counted now: a skip from here to the next sample
+        keeps its gradients from being judged.
+
+        Args:
+            at_once: steps that are done together.
+        """
+        return self.every > RECOVERY and (self.steps + RECOVERY) % self.every < at_once
+
     def decide(self, statistics: Mapping[str, ModuleStatistics], gradients: bool) -> bool:
         """Take a sample of step `steps`; returns whether a decision changed.
 
@@ -75,6 +85,18 @@ class Adapting:
         return [c[:2] for c in self.selection.choices.values()] != [
             c[:2] for c in before.choices.values()
         ]
+
+    def rules(self, paths: Iterable[str]) -> PolicyMap:
+        """The decisions as policies.
+
+        Args:
+            paths: of all modules, "" for the model itself: under `ModuleScales` those that have no
+                power of two while others have are in float32, as gradients pass through them.
+        """
+        if not isinstance(self.selector, ModuleScales):
+            return self.selection.policy_map()
+        shifts = {p: c.shift for p, c in self.selection.choices.items() if c.level == 1}
+        return with_shifts(PolicyMap(default="16-mixed"), paths, shifts)
 
     def changed(self, stacklevel: int = 2) -> None:
         """Count a policy that was applied; warns where it was the last one allowed."""

@@ -11,7 +11,6 @@ one more at the next sample.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp._errors import PolyampError, StateError
+from polyamp._adapting import DEFAULT, Adapting
+from polyamp._errors import PolyampError
 from polyamp._policy_map import PolicyMap
 from polyamp._select import Selector
 from polyamp._selection import Capabilities, Selection
@@ -30,12 +30,8 @@ from polyamp_jax._state import scaler_state
 from polyamp_jax._units import Unit, units
 from polyamp_jax._watch import KINDS
 
-DEFAULT = Selector()
-RECOVERY = 5
-"""Steps after a skipped one in which gradients are not judged."""
 
-
-class Adaptive:
+class Adaptive(Adapting):
     """Choose each module's format while the model trains.
 
         adaptive = amp.Adaptive(model)
@@ -79,17 +75,11 @@ class Adaptive:
         every: int = 50,
         max_changes: int = 64,
     ) -> None:
-        for name, value in (("every", every), ("max_changes", max_changes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise PolyampError(f"{name} must be a whole number from 1, got {value!r}")
         self.units = units_of(model)
-        self.selector, self.every, self.max_changes = selector, every, max_changes
-        self.capabilities = capabilities_of() if capabilities is None else capabilities
-        self.selection = selector.start(families(self.units), self.capabilities)
-        self.statistics: dict[str, ModuleStatistics] = {}
-        self.steps, self.changes = 0, 0
-        self._rules = self.selection.policy_map()
-        self._skipped: Any = None
+        can = capabilities_of() if capabilities is None else capabilities
+        super().__init__(families(self.units), can, selector, every, max_changes)
+        self._rules = self._map()
+        self._skipped: Any = 0
 
     @property
     def policy(self) -> PolicyMap:
@@ -112,8 +102,8 @@ class Adaptive:
         Args:
             statistics: what the step measured; of a step that did not measure `{}`.
             opt_state: after the step, of `loss_scaled`: gradients are then not judged in a sample
-                with a skipped step in it or in the 5 before, when the loss scale has just been
-                lowered. None: they are.
+                with a skipped step in it or in the 5 before (all since the last sample, where
+                `every` is less), when the loss scale has just been lowered. None: they are.
 
         Returns:
             The selection.
@@ -126,69 +116,40 @@ class Adaptive:
             wanted = "statistics of" if self.sampling else "no statistics in"
             raise PolyampError(f"expected {wanted} step {self.steps}: give it `adaptive.plan`")
         skipped = None if opt_state is None else scaler_state(opt_state).skipped
-        recovering = bool(statistics) and self._recovering(skipped)
+        due = self.sampling
         self.steps += 1
-        if statistics:
-            self.statistics = read_statistics(statistics, self.units)
-            self._decide(recovering)
-        if skipped is not None and (self.steps + RECOVERY) % self.every == 0:
+        if due:
+            before, self._skipped = self._skipped, 0 if skipped is None else int(skipped)
+            self._decide(read_statistics(statistics, self.units), self._skipped > int(before))
+        elif skipped is not None and self.is_to_count():
             self._skipped = jnp.array(skipped, copy=True)  # the step may donate the state's own
         return self.selection
 
-    def _recovering(self, skipped: Any) -> bool:
-        before = 0 if self._skipped is None else int(self._skipped)
-        return skipped is not None and int(skipped) > before
+    def _map(self) -> PolicyMap:
+        return self.rules(["", *self.units])
 
-    def _decide(self, recovering: bool) -> None:
-        if self.changes >= self.max_changes:
-            return
-        measured = self.statistics
-        if recovering:
-            nothing: dict[str, Any] = {"gradient": None, "weight_gradient": None}
-            measured = {path: one._replace(**nothing) for path, one in measured.items()}
-        self.selection = self.selector.decide(
-            measured, self.selection, self.capabilities, self.steps
-        )
-        rules = self.selection.policy_map()
-        if rules == self._rules:
-            return
-        self._rules = rules
-        self.changes += 1
-        if self.changes >= self.max_changes:
-            warnings.warn(
-                f"the formats were changed {self.changes} times (max_changes): they stay now",
-                stacklevel=3,
-            )
+    def _decide(self, measured: Mapping[str, ModuleStatistics], fresh: bool) -> None:
+        self.decide(measured, gradients=not fresh)
+        rules = self._map()
+        if rules != self._rules:
+            self._rules = rules
+            self.changed(stacklevel=3)
 
     def to_dict(self) -> dict[str, Any]:
-        """What to save: a JSON-ready dict of the selection, the steps and the changes."""
-        return {
-            "polyamp": 1,
-            "kind": "adaptive",
-            "selection": self.selection.to_dict(),
-            "steps": self.steps,
-            "changes": self.changes,
-        }
+        """What to save: a JSON-ready dict of the selection and the counts."""
+        return {**super().to_dict(), "skipped": int(self._skipped)}
 
     def from_dict(self, data: Mapping[str, Any]) -> None:
         """Go on from what `to_dict` gave.
 
         Raises:
-            StateError: not such a dict, or of a model with other modules. Nothing is changed.
+            StateError: not such a dict, of a model with other modules, or with formats this device
+                has not. Nothing is changed.
         """
-        from polyamp._interchange import check_header, check_keys
-
-        values = check_header(data, "adaptive")
-        check_keys(values, ["selection", "steps", "changes"], "adaptive")
-        selection = Selection.from_dict(values["selection"])
-        if set(selection.modules) != set(self.units):
-            odd = sorted(set(selection.modules) ^ set(self.units))
-            raise StateError(f"adaptive: saved of a model with other modules: {', '.join(odd[:5])}")
-        for key in ("steps", "changes"):
-            if isinstance(values[key], bool) or not isinstance(values[key], int) or values[key] < 0:
-                raise StateError(f"adaptive: {key} must be a count, got {values[key]!r}")
-        self.selection, self._rules, self._skipped = selection, selection.policy_map(), None
-        self.steps, self.changes = values["steps"], values["changes"]
+        self.selection, counts = self.read_dict(data, also=("skipped",))
+        self._rules = self._map()
+        self.steps, self.changes = counts["steps"], counts["changes"]
+        self._skipped = counts["skipped"]
 
 
 def units_of(model: Any) -> dict[str, Unit]:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyamp._adapting import DEFAULT, check_arguments
 from polyamp._calibration import alone, budgeted, to_try, worst
 from polyamp._errors import PolyampError
 from polyamp._policy_map import PolicyMap
@@ -29,7 +30,7 @@ from polyamp._select import Selector
 from polyamp._selection import Capabilities, Selection
 from polyamp._state import Signal
 from polyamp._statistics import ModuleStatistics
-from polyamp_jax._adaptive import DEFAULT, families, read_statistics, units_of
+from polyamp_jax._adaptive import families, read_statistics, units_of
 from polyamp_jax._capabilities import capabilities as capabilities_of
 from polyamp_jax._cast import is_floating
 from polyamp_jax._gradients import measured, seeded
@@ -111,6 +112,7 @@ def advise(
     if share is not None and not (type(share) in (int, float) and 0.0 <= share <= 1.0):
         raise PolyampError(f"share must be from 0 to 1, got {share!r}")
     can = capabilities_of() if capabilities is None else capabilities
+    check_arguments(selector, can)
     run = _Calibration(model, loss_fn, params, has_aux, gradients)
     statistics = run.measure(batches)
     start = selector.start(families(run.units), can)
@@ -167,9 +169,11 @@ class _Calibration:
         self._reference, self.noise = gradients[0], _noise(gradients)
         self.macs = {
             path: (one.work or 0.0) * (one.output.size if one.output else 0)
-            for path, one in samples[0].items()
+            for sample in reversed(samples)
+            for path, one in sample.items()
         }
-        order = [path for path in dict.fromkeys(self._called) if path in samples[0]]
+        known = {path for sample in samples for path in sample}
+        order = [path for path in dict.fromkeys(self._called) if path in known]
         return {path: worst([s[path] for s in samples if path in s]) for path in order}
 
     def _pass(self, batch: tuple[Any, ...], state: Any) -> _Pass:
@@ -181,7 +185,10 @@ class _Calibration:
             return _Pass(self._flat(()), {p: s._replace(**nothing) for p, s in found.items()})
         if not math.isfinite(float(loss)):
             raise PolyampError(f"the loss is {loss} in float32; calibrate on sound batches")
-        return _Pass(self._flat(grads), found)
+        flat = self._flat(grads)
+        if not np.isfinite(flat).all():
+            raise PolyampError("a gradient is not finite in float32; calibrate on sound batches")
+        return _Pass(flat, found)
 
     def _signal(self, found: _Pass) -> Signal:
         amax = float(np.abs(found.gradient).max(initial=0.0)) * self.scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from typing import Any
 
@@ -56,7 +55,4 @@ def _measured(device: jax.Device) -> Capabilities:
             start = time.perf_counter()
             jax.block_until_ready(product(matrix, matrix))
             times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    low = frozenset(inputs) - {"float32"}
-    slow = frozenset(name for name in low if medians[name] > medians["float32"])
-    return Capabilities(low, slow)
+    return Capabilities.from_times(times)

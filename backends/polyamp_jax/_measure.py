@@ -69,13 +69,14 @@ def summable(numbers: Array) -> Array:
 def summed(total: Array) -> Array:
     """The numbers, (..., 8), in a sum of any number of `summable`.
 
-    The largest entry is exact in a sum of one, else the upper end of its bucket (at most a quarter
-    above; where a power of two lies is never in doubt).
+    The largest entry is exact in a sum of one, else the last number of its bucket (at most a
+    quarter above, on the same side of every power of two).
     """
     places = jnp.arange(BUCKETS, dtype=jnp.uint32)
     amax, found = total[..., :1], total[..., len(RAW) :]
     top = jnp.where(found > 0, places, jnp.uint32(0)).max(-1, keepdims=True)
-    end = jax.lax.bitcast_convert_type((top + jnp.uint32(1)) << _SHIFT, jnp.float32)
+    last = ((top + jnp.uint32(1)) << _SHIFT) - jnp.uint32(1)
+    end = jax.lax.bitcast_convert_type(last, jnp.float32)
     several = found.sum(-1, keepdims=True) > 1
     amax = jnp.where(several, jnp.minimum(amax, end), amax)
     return jnp.concatenate([amax, total[..., 1 : len(RAW)]], axis=-1)

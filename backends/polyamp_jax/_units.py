@@ -45,7 +45,7 @@ def units(model: Any, *inputs: Any, **keywords: Any) -> dict[str, Unit]:
         )
     held: Iterable[Held] = system.held(model, inputs, keywords)
     found = {
-        one.path: Unit(_family(one.kind), _work(one, outputs=system.OUTPUTS))
+        one.path: Unit(_family(one.kind, system), _work(one, outputs=system.OUTPUTS))
         for one in held
         if one.shapes
     }
@@ -54,8 +54,9 @@ def units(model: Any, *inputs: Any, **keywords: Any) -> dict[str, Unit]:
     return found
 
 
-def _family(kind: str) -> str | None:
-    return "norm" if kind.lower().endswith("norm") else None
+def _family(kind: str, system: Any) -> str | None:
+    """Of the system's own norms; what users call a norm computes as its policy says."""
+    return "norm" if kind in {norm.__name__ for norm in system._NORMS} else None
 
 
 def _work(held: Held, outputs: int) -> float:

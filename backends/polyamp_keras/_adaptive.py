@@ -17,7 +17,7 @@ from typing import Any
 
 import keras
 
-from polyamp._adapting import DEFAULT, RECOVERY, Adapting
+from polyamp._adapting import DEFAULT, Adapting
 from polyamp._errors import PolicyError, PolyampError
 from polyamp._policy_map import PolicyMap
 from polyamp._select import Selector
@@ -200,7 +200,7 @@ class Adaptive(Adapting, keras.callbacks.Callback):  # type: ignore[misc]
 
     def before(self, args: tuple[Any, ...]) -> None:
         """A step comes that is not measured."""
-        if (self.steps + RECOVERY) % self.every < self._at_once:
+        if self.is_to_count(self._at_once):
             self._skipped = self._count(args)
 
     def after(self, numbers: Any, state: tuple[Any, ...]) -> None:

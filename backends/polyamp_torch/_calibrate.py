@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from polyamp._adapting import DEFAULT, check_arguments
 from polyamp._calibration import alone, budgeted, to_try, worst
 from polyamp._errors import PolyampError
+from polyamp._formats import shown
 from polyamp._policy_map import PolicyMap
 from polyamp._predictive import Predictive
 from polyamp._scaling import transition
@@ -27,9 +29,9 @@ from polyamp._select import Selector
 from polyamp._selection import Capabilities, Choice, Selection
 from polyamp._state import Signal
 from polyamp._statistics import ModuleStatistics
-from polyamp_torch._adaptive import DEFAULT
 from polyamp_torch._capabilities import capabilities as capabilities_of
 from polyamp_torch._cast import map_tensors, wide
+from polyamp_torch._inspect import dense
 from polyamp_torch._modules import apply_policy, remove_policy, rules_of
 from polyamp_torch._watch import Watch
 from polyamp_torch._wrappers import unwrapped
@@ -66,7 +68,8 @@ def calibrate(
             with the least error of the gradient; None: all that is safe.
 
     Returns:
-        Policies to give to `apply_policy`; parameters and outputs in float32.
+        Policies to give to `apply_policy`; parameters and outputs in float32. Where ranks train
+        together, calibrate on one and share the map.
 
     Raises:
         PolyampError: no batch, no parameters, a share outside 0..1, or a loss that is not finite
@@ -94,8 +97,11 @@ def advise(
     """
     if share is not None and not (type(share) in (int, float) and 0.0 <= share <= 1.0):
         raise PolyampError(f"share must be from 0 to 1, got {share!r}")
+    if not isinstance(model, Module):
+        raise PolyampError(f"expected a torch.nn.Module, got {shown(model)}")
     device = next(iter(model.parameters()), torch.zeros(())).device
     can = capabilities_of(device) if capabilities is None else capabilities
+    check_arguments(selector, can)
     run = _Calibration(model, criterion)
     with run.undisturbed():
         statistics = run.measure(batches)
@@ -104,12 +110,6 @@ def advise(
             statistics = run.with_errors(statistics, selector, start, can)
         chosen = selector.calibrated(statistics, start, can)
     return chosen if share is None else budgeted(chosen, statistics, run.macs, share)
-
-
-class _Pass(NamedTuple):
-    loss: float
-    gradient: Tensor
-    """All gradients, flat, unscaled, f32."""
 
 
 class _Calibration:
@@ -160,33 +160,41 @@ class _Calibration:
                     state = self._settled(rule, state, batch)
                 self.scale = float(state.loss_scale)
                 watch.begin()
-                found = self._pass(batch)
-                sample = watch.end()
-                samples.append(sample)
-                gradients.append(found.gradient)
-                state = transition(rule, state, Signal(True, amax=_amax(found, self.scale)))
+                gradient = self._pass(batch)
+                samples.append(watch.end(alone=True))
+                gradients.append(gradient)
+                state = transition(rule, state, Signal(True, amax=_amax(gradient, self.scale)))
         finally:
             watch.remove()
-        if not samples:
-            raise PolyampError("there was no batch to calibrate with; a generator is read once")
+        if not any(samples):
+            raise PolyampError(
+                "there was no batch to calibrate with, or none with entries; a generator is read"
+                " once"
+            )
         self._reference, self.noise = gradients[0], _noise(gradients)
         self.macs = {
             path: one.work * (one.output.size if one.output else 0)
-            for path, one in samples[0].items()
+            for sample in reversed(samples)
+            for path, one in sample.items()
             if one.work is not None
         }
-        return {path: worst([s[path] for s in samples if path in s]) for path in samples[0]}
+        paths = dict.fromkeys(path for sample in samples for path in sample)
+        return {path: worst([s[path] for s in samples if path in s]) for path in paths}
 
     def _settled(self, rule: Predictive, state: Any, batch: Any) -> Any:
         """The rule's state once it knows the first batch."""
         for _ in range(3):
             self.scale = float(state.loss_scale)
-            found = self._pass(batch)
-            state = transition(rule, state, Signal(True, amax=_amax(found, self.scale)))
+            gradient = self._pass(batch)
+            state = transition(rule, state, Signal(True, amax=_amax(gradient, self.scale)))
         return state
 
-    def _pass(self, batch: Any) -> _Pass:
-        """One batch with the random state of every other one."""
+    def _pass(self, batch: Any, sound: bool = True) -> Tensor:
+        """One batch with the random state of every other one: all gradients, flat, unscaled, f32.
+
+        Args:
+            sound: raise where a gradient is not finite.
+        """
         torch.manual_seed(0)
         for param in self.root.parameters():
             param.grad = None
@@ -194,18 +202,27 @@ class _Calibration:
         if self.criterion is None:
             with torch.no_grad():
                 self.model(*inputs)
-            return _Pass(0.0, torch.zeros(0))
-        outputs = map_tensors(self.model(*inputs), wide)
-        loss = self.criterion(outputs, target)
+            return torch.zeros(0)
+        loss = self.criterion(map_tensors(self.model(*inputs), wide), target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise PolyampError(
+                "criterion(outputs, target) must give a tensor of one number that the model's"
+                f" parameters lead to, got {shown(loss)}"
+            )
         if not torch.isfinite(loss.detach()).all():
             raise PolyampError(f"the loss is {loss.item()} in float32; calibrate on sound batches")
         (loss * self.scale).backward()  # type: ignore[no-untyped-call]
         flat = [
-            p.grad.detach().float().reshape(-1) / self.scale
+            torch.zeros(p.numel(), device=p.device)
+            if p.grad is None
+            else dense(p.grad.detach()).float().reshape(-1) / self.scale
             for p in self.root.parameters()
-            if p.grad is not None
+            if p.requires_grad
         ]
-        return _Pass(loss.item(), torch.cat(flat) if flat else torch.zeros(0))
+        gradient = torch.cat(flat) if flat else torch.zeros(0)
+        if sound and not torch.isfinite(gradient).all():
+            raise PolyampError("a gradient is not finite in float32; calibrate on sound batches")
+        return gradient
 
     def with_errors(
         self,
@@ -231,7 +248,7 @@ class _Calibration:
         """Relative error of the gradient with only one module as chosen."""
         apply_policy(self.root, alone(path, choice, self.families))
         try:
-            gradient = self._pass(self._first).gradient
+            gradient = self._pass(self._first, sound=False)
         finally:
             remove_policy(self.root)
         reference = self._reference
@@ -252,8 +269,8 @@ def _parts(batch: Any, criterion: Loss | None) -> tuple[tuple[Any, ...], Any]:
     return tuple(inputs), target
 
 
-def _amax(found: _Pass, scale: float) -> float:
-    return float(found.gradient.abs().max()) * scale if found.gradient.numel() else 0.0
+def _amax(gradient: Tensor, scale: float) -> float:
+    return float(gradient.abs().max()) * scale if gradient.numel() else 0.0
 
 
 def _noise(gradients: list[Tensor]) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 
 import torch
 
+from polyamp._errors import BackendError
 from polyamp._selection import BRAIN, HALF, Capabilities
+from polyamp_torch._ops import devices
 
 SIZE, ROUNDS = 512, 7
 """Of the matrix product that is timed."""
@@ -25,8 +26,15 @@ def capabilities(device: str | torch.device | None = None) -> Capabilities:
 
     Returns:
         `polyamp.Capabilities`. A format is slow where its median is above float32's.
+
+    Raises:
+        BackendError: no such device.
     """
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else str(device)
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for a device
+        raise BackendError(f"no device {name!r}; torch has {', '.join(devices())}") from error
     return _measured(name)
 
 
@@ -45,10 +53,7 @@ def _measured(device: str) -> Capabilities:
     for _ in range(ROUNDS):
         for name, matrix in inputs.items():
             times[name].append(_seconds(matrix))
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    low = frozenset(inputs) - {"float32"}
-    slow = frozenset(name for name in low if medians[name] > medians["float32"])
-    return Capabilities(low, slow)
+    return Capabilities.from_times(times)
 
 
 def _seconds(matrix: torch.Tensor) -> float:

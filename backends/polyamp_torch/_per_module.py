@@ -11,7 +11,6 @@ the same step.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -96,7 +95,7 @@ class Modules:
         base = rules_of(root) or PolicyMap()
         check_per_module(self.rule, base)
         self.stop()
-        self._mark, self._base, self._applied = mark, base, base
+        self._mark, self._base = mark, base
         self.shifts, self.due, self._sampling = {}, SOON, False
         self._units = _units(root, base)
         if self._units:
@@ -158,8 +157,12 @@ class Modules:
     def _decide(self, measured: Mapping[str, ModuleStatistics]) -> None:
         if overflowed(measured) or self.changes >= MOST:
             return
-        amaxes = {p: self._amax(p, one) for p, one in measured.items() if p in self._units}
-        new = module_shifts({p: a for p, a in amaxes.items() if a is not None}, self.shifts)
+        amaxes = {
+            path: largest_gradient(one)
+            for path, one in measured.items()
+            if path in self._units and (one.gradient is not None or one.weight_gradient is not None)
+        }
+        new = module_shifts(amaxes, self.shifts)
         if new == self.shifts:
             return
         self._apply(new)
@@ -169,16 +172,6 @@ class Modules:
                 f"the modules' powers of two were changed {MOST} times: they stay now",
                 stacklevel=4,
             )
-
-    def _amax(self, path: str, one: ModuleStatistics) -> float | None:
-        """Largest gradient, carrying the loss scale alone; None: none was measured."""
-        if one.gradient is None and one.weight_gradient is None:
-            return None
-        if one.gradient is not None and path:
-            around = self._applied.policy_for(path.rpartition(".")[0]).shift
-            amax = math.ldexp(one.gradient.amax, -around)
-            one = one._replace(gradient=one.gradient._replace(amax=amax))
-        return largest_gradient(one)
 
     def _apply(self, shifts: Mapping[str, int]) -> None:
         root = unwrapped(self.model)
@@ -194,7 +187,7 @@ class Modules:
             if self._watch is not None:
                 self._watch.install()
             self._mark = root.__dict__.get(APPLIED)
-        self._applied, self.shifts = rules, dict(shifts)
+        self.shifts = dict(shifts)
 
 
 def _units(root: Module, base: PolicyMap) -> frozenset[str]:

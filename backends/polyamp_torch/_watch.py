@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,9 @@ import torch
 from polyamp._errors import PolyampError
 from polyamp._statistics import RAW, ModuleStatistics, Statistics, merged
 from polyamp_torch._cast import map_tensors
-from polyamp_torch._dtypes import _NORMS
+from polyamp_torch._dtypes import _BATCH_NORM, _NORMS
 from polyamp_torch._measure import Sample, numbers, raw, sampled, take_all, together
+from polyamp_torch._modules import rules_of
 from polyamp_torch._wrappers import unwrapped
 
 Module = torch.nn.Module
@@ -35,6 +37,11 @@ KINDS = ("inputs", "output", "gradient", "weight_gradient", "weights")
 ENDS_ONLY = ("inputs", "weights")
 _WATCHED = 1024
 """Entries of each unit's weights that are compared before and after a step."""
+
+
+_SINKS = 4
+"""Calls of a module that are told apart under torch.compile in the first sample, where gradients of
+further ones add up; afterwards as many as there were."""
 
 
 class _Tap(torch.autograd.Function):
@@ -55,12 +62,16 @@ class Probe:
 
     path: str
     active: bool = False
+    stale: bool = False
+    """In a copy of a watched model."""
     forward: Any = None
     """The instance's own forward, if it had one."""
     work: float = 0.0
     noted: dict[str, list[Sample]] = field(default_factory=dict)
     sinks: list[Tensor] = field(default_factory=list)
     used: int = 0
+    calls: int = _SINKS
+    """The most there were in a sample."""
 
     def note(self, kind: str, tree: Any) -> None:
         """Keep samples of what `tree` holds; of inputs and weights their largest entries alone."""
@@ -69,11 +80,12 @@ class Probe:
     def clear(self) -> None:
         """Forget what was noted."""
         self.noted = {kind: [] for kind in KINDS}
-        self.used = 0
+        self.calls, self.used = max(self.calls, self.used), 0
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy belongs to no watch: it never measures."""
-        return {**self.__dict__, "active": False, "noted": {}, "sinks": [], "used": 0}
+        own = {"active": False, "noted": {}, "sinks": [], "used": 0, "stale": True}
+        return {**self.__dict__, **own}
 
 
 def observed(module: Module, probe: Probe, /, *args: Any, **kwargs: Any) -> Any:
@@ -85,9 +97,9 @@ def observed(module: Module, probe: Probe, /, *args: Any, **kwargs: Any) -> Any:
     probe.note("inputs", (args, kwargs))
     out = forward(*args, **kwargs)
     probe.note("output", out)
+    probe.work = _work(module)
     if not torch.is_grad_enabled():
         return out
-    probe.work = _work(module, out)
     return _tapped(out, probe) if torch.compiler.is_compiling() else _hooked(out, probe)
 
 
@@ -124,18 +136,25 @@ def _tapped(out: Any, probe: Probe) -> Any:
     return map_tensors(out, lambda tensor: found.get(id(tensor), tensor))
 
 
-def _work(module: Module, out: Any) -> float:
-    """Multiply-adds an entry that is written: entries of a weight that one output takes."""
-    weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-    if isinstance(module, torch.nn.Embedding):
+def _work(module: Module) -> float:
+    """Multiply-adds an entry that is written: entries of the weights that one output takes."""
+    if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
         return 0.0
-    return float(sum(w.numel() // max(w.shape[0], 1) for w in weights))
+    weights = [p for p in module.parameters(recurse=False) if p.dim() > 1]
+    if isinstance(module, torch.nn.RNNBase):  # per layer and direction; gates for each output
+        return sum(w.numel() for w in weights) / float(module.hidden_size)
+    if isinstance(module, torch.nn.MultiheadAttention):  # three projections of every entry
+        return sum(w.numel() for w in weights) / float(module.embed_dim)
+    outputs = 1 if isinstance(module, torch.nn.modules.conv._ConvTransposeNd) else 0
+    return float(sum(w.numel() // max(w.shape[outputs], 1) for w in weights))
 
 
 def family_of(module: Module) -> str | None:
-    """The family of operations that a module is: "norm", or None."""
-    named = type(module).__name__.lower().endswith("norm")
-    return "norm" if isinstance(module, _NORMS) or named else None
+    """The family of operations that a module is: "norm", or None.
+
+    Only torch's own norms are, without BatchNorm: its inputs and outputs have the policy's format.
+    """
+    return "norm" if isinstance(module, _NORMS) and not isinstance(module, _BATCH_NORM) else None
 
 
 class Watch:
@@ -175,7 +194,7 @@ class Watch:
             raise PolyampError("the model is watched already; remove the other watch first")
         for path, module in self.units.items():
             probe = self.probes[path]
-            probe.forward = module.__dict__.get("forward")
+            probe.forward = _own_forward(module)
             forward = functools.partial(observed, module, probe)
             forward.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
             module.__dict__["forward"] = forward
@@ -196,10 +215,11 @@ class Watch:
             probe = self.probes[path]
             probe.clear()
             params = [p for p in module.parameters(recurse=False) if p.requires_grad]
-            if not probe.sinks:
-                device = next(module.parameters(recurse=False)).device
+            device = next(module.parameters(recurse=False)).device
+            if len(probe.sinks) < probe.calls or probe.sinks[0].device != device:
                 probe.sinks = [
-                    torch.zeros(len(RAW), device=device, requires_grad=True) for _ in range(4)
+                    torch.zeros(len(RAW), device=device, requires_grad=True)
+                    for _ in range(probe.calls)
                 ]
             for sink in probe.sinks:
                 sink.grad = None
@@ -207,18 +227,19 @@ class Watch:
             self._before[path] = [sampled(p.detach(), _WATCHED).clone() for p in params]
             probe.active = True
 
-    def end(self, group: Any = None) -> dict[str, ModuleStatistics]:
+    def end(self, group: Any = None, alone: bool = False) -> dict[str, ModuleStatistics]:
         """What was measured since `begin`, by path, and stop.
 
         Args:
             group: the ranks to reduce over, of torch.distributed; None: the default group where
                 it is initialized.
+            alone: do not reduce.
         """
         self.stop()
         for path, module in self.units.items():
             self.probes[path].note("weights", list(module.parameters(recurse=False)))
         rows, updates = self._to_host()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if not alone and torch.distributed.is_available() and torch.distributed.is_initialized():
             home = next(self.root.parameters()).device
             rows, updates = _agreed(rows, updates, home, group)
         found = {}
@@ -226,11 +247,21 @@ class Watch:
             mine = rows[index * len(KINDS) :][: len(KINDS)]
             values = {k: _statistics(row) for k, row in zip(KINDS, mine, strict=True)}
             if values["output"] is not None:
+                values["gradient"] = self._without_region(path, values["gradient"])
                 update = updates[index] if updates[index] >= 0 else None
                 one = ModuleStatistics(update=update, work=probe.work)
                 found[path] = one._replace(**values)  # type: ignore[arg-type]
             probe.clear()
         return found
+
+    def _without_region(self, path: str, gradient: Statistics | None) -> Statistics | None:
+        """A gradient with amax and rms as they are without the 2**j of the region around it."""
+        rules = rules_of(self.root)
+        if gradient is None or rules is None or not path:
+            return gradient
+        around = rules.policy_for(path.rpartition(".")[0]).shift
+        amax, rms = (math.ldexp(value, -around) for value in (gradient.amax, gradient.rms))
+        return gradient._replace(amax=amax, rms=rms)
 
     def _to_host(self) -> tuple[list[Row], list[float]]:
         """The numbers of every unit and kind, and the updates, in one transfer a device."""
@@ -284,8 +315,20 @@ def _note(probe: Probe, grad: Tensor) -> None:
 
 
 def _is_watched(module: Module) -> bool:
+    probe = _probe_of(module)
+    return probe is not None and not probe.stale
+
+
+def _probe_of(module: Module) -> Probe | None:
     forward = module.__dict__.get("forward")
-    return isinstance(forward, functools.partial) and forward.func is observed
+    watched = isinstance(forward, functools.partial) and forward.func is observed
+    return forward.args[1] if watched and forward is not None else None
+
+
+def _own_forward(module: Module) -> Any:
+    """The instance's own forward, if it has one; without what a copied watch put around it."""
+    probe = _probe_of(module)
+    return module.__dict__.get("forward") if probe is None else probe.forward
 
 
 def _statistics(row: Row) -> Statistics | None:

@@ -282,7 +282,7 @@ class TestAdaptive:
         model = wide_model()
         with pytest.raises(PolyampError, match="every must be a whole number"):
             amp.Adaptive(model, every=0)
-        with pytest.raises(PolyampError, match="capabilities must be polyamp.Capabilities"):
+        with pytest.raises(PolyampError, match=r"capabilities must be polyamp\.Capabilities"):
             amp.Adaptive(model, capabilities="fp16")
         with pytest.raises(PolyampError, match="expected a keras model"):
             amp.Adaptive(np.ones(3), capabilities=CAN)

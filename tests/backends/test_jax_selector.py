@@ -56,7 +56,7 @@ class TestNumbers:
     def test_of_a_sum_amax_is_on_the_right_side_of_every_power_of_two(self) -> None:
         rows = [raw([jnp.float32(value)]) for value in (3.0, 16376.0, 12.0, 0.0)]
         found = summed(sum(map(summable, rows)))
-        assert found[0] == 16384.0  # 16400 would be 20480
+        assert 16376.0 < found[0] < 16384.0
         assert found[2] == 4.0
         assert summed(summable(rows[1]))[0] == 16376.0
 

@@ -23,7 +23,7 @@ from polyamp import (  # noqa: E402
     StateError,
 )
 from polyamp_torch._measure import SAMPLED, raw, sampled  # noqa: E402
-from polyamp_torch._watch import Watch  # noqa: E402
+from polyamp_torch._watch import Watch, _work  # noqa: E402
 
 CAN = Capabilities()
 pytestmark = pytest.mark.filterwarnings(  # torch.compile makes one to trace any autograd.Function
@@ -138,6 +138,64 @@ class TestWatch:
             max(1.0, 100 * net.layer.weight.sum(0).abs().max().item())
         )
 
+    def test_many_calls_under_compile(self) -> None:
+        class Again(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(4, 4, bias=False)
+                nn.init.eye_(self.layer.weight)
+
+            def forward(self, x):
+                for _ in range(7):
+                    x = self.layer(x)
+                return x
+
+        net = Again()
+        watch = Watch(net)
+        run = torch.compile(net, fullgraph=True, backend="aot_eager")
+        found = []
+        for _ in range(2):
+            watch.begin()
+            run(torch.ones(2, 4)).sum().backward()
+            found.append(watch.end()["layer"].gradient)
+        assert found[1].amax == 1.0
+        assert found[1].size == 7 * 8
+
+    def test_gradients_are_those_without_the_region_around(self) -> None:
+        net = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
+        amp.apply_policy(net, PolicyMap({"0": "fp16@2^10"}, default="float32"))
+        watch = Watch(net)
+        watch.begin()
+        net(torch.ones(2, 4)).sum().backward()
+        assert watch.end()["0.0"].gradient.amax == 1.0
+
+    def test_only_what_the_policy_keeps_in_float32_is_a_norm(self) -> None:
+        class MyNorm(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.gain = nn.Parameter(torch.ones(4))
+
+            def forward(self, x):
+                return x * self.gain
+
+        net = nn.Sequential(nn.LayerNorm(4), MyNorm(), nn.BatchNorm1d(4))
+        assert Watch(net).families == {"0": "norm", "1": None, "2": None}
+
+    @pytest.mark.parametrize(
+        ("module", "work"),
+        [
+            (nn.Linear(6, 3), 6.0),
+            (nn.Conv2d(2, 5, 3), 18.0),
+            (nn.ConvTranspose2d(2, 5, 3), 18.0),
+            (nn.Embedding(9, 4), 0.0),
+            (nn.EmbeddingBag(9, 4), 0.0),
+            (nn.LSTM(6, 3), 4 * 9.0),
+            (nn.MultiheadAttention(6, 2), 18.0),
+        ],
+    )
+    def test_multiply_adds_an_entry_of_the_output(self, module, work) -> None:
+        assert _work(module) == work
+
     def test_updates(self) -> None:
         net = model()
         watch = Watch(net)
@@ -155,6 +213,17 @@ class TestWatch:
             Watch(net)
         with pytest.raises(PolyampError, match="no parameters"):
             Watch(nn.ReLU())
+
+    def test_a_copy_is_not_watched(self) -> None:
+        net = model()
+        Watch(net)
+        other = copy.deepcopy(net)
+        watch = Watch(other)
+        watch.begin()
+        other(batches()[0][0])
+        assert list(watch.end()) == ["0", "2", "3", "5"]
+        watch.remove()
+        assert all("forward" not in module.__dict__ for module in other.modules())
 
 
 def trained(adaptive_of, net, steps: int, run=None, start: int = 0, feed=None):
@@ -199,8 +268,10 @@ class TestAdaptive:
         assert amp.policy_tree(net).count("bfloat16") == 1
 
     def test_under_compile_a_change_recompiles_once(self) -> None:
+        from torch._dynamo.testing import CompileCounterWithBackend
+
         torch._dynamo.reset()
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        counter = CompileCounterWithBackend("aot_eager")
         net = model(gain=3e4)
         run = torch.compile(net, fullgraph=True, backend=counter)
         adaptive = trained(self.adaptive(), net, 12, run)
@@ -220,6 +291,46 @@ class TestAdaptive:
         assert amp.policy_tree(other) == amp.policy_tree(net).replace("NEVER CALLED", "")
         with pytest.raises(StateError, match="other modules"):
             amp.Adaptive(nn.Linear(2, 2), capabilities=CAN).from_dict(saved)
+        half = Capabilities(frozenset({"float16"}))
+        with pytest.raises(StateError, match="'3' was saved as bfloat16"):
+            amp.Adaptive(model(gain=3e4), capabilities=half).from_dict(saved)
+
+    def test_it_samples_the_same_steps_when_resumed(self) -> None:
+        def steps(adaptive: amp.Adaptive, count: int) -> list[int]:
+            sampled = []
+            for _ in range(count):
+                if adaptive._sampling:
+                    sampled.append(adaptive.steps)
+                adaptive.model(batches(1)[0][0]).sum().backward()
+                adaptive.step()
+            return sampled
+
+        first = amp.Adaptive(model(), capabilities=CAN, every=10)
+        assert steps(first, 15) == [0, 10]
+        second = amp.Adaptive(model(), capabilities=CAN, every=10)
+        second.from_dict(first.to_dict())
+        assert steps(second, 15) == [20]
+
+    def test_gradients_are_judged_again_in_the_sixth_step_after_a_skip(self) -> None:
+        net = model()
+        scaler = amp.GradScaler("cpu", init_scale=2.0**40)
+        adaptive = amp.Adaptive(net, scaler, capabilities=CAN, every=1)
+        judged, decide = [], adaptive.decide
+        adaptive.decide = lambda s, gradients: judged.append(gradients) or decide(s, gradients)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(8):
+            x, y = batches(1)[0]
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(net(x), y)).backward()
+            scaler.step(optimizer)
+            if step:
+                scaler.update()
+            else:
+                with pytest.warns(SkippedStepWarning):
+                    scaler.update(new_scale=None)
+                scaler._scale.fill_(1.0)
+            adaptive.step()
+        assert judged == [False] * 6 + [True] * 2
 
     def test_bad_arguments_leave_the_model_alone(self) -> None:
         net = model()
@@ -338,6 +449,54 @@ class TestCalibrate:
         wanted = Selector(prefer="memory")
         found = amp.calibrate(model(), batches(), loss, capabilities=slow, selector=wanted)
         assert found == PolicyMap(default="16-mixed")
+
+    def test_without_a_criterion_a_share_takes_modules_too(self) -> None:
+        inputs = [x for x, _ in batches()]
+        found = amp.advise(model(), inputs, capabilities=CAN, share=1.0)
+        assert [c.level for c in found.choices.values()] == [0, 3, 0, 0]
+
+    def test_modules_that_only_some_batches_reach(self) -> None:
+        class Either(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(16, 4), nn.Linear(16, 4)
+                with torch.no_grad():
+                    self.b.weight.mul_(1e6)
+
+            def forward(self, x):
+                return self.a(x) if x[0, 0] > 0 else self.b(x)
+
+        (x, y), *_ = batches(1)
+        some = [(x.abs(), y), (-x.abs(), y)]
+        found = amp.advise(Either(), some, nn.CrossEntropyLoss(), capabilities=CAN)
+        assert found.choices["b"].statistic == "output.amax"
+        assert found.choices["b"].level >= 2
+
+    @pytest.mark.parametrize(
+        ("criterion", "told"),
+        [
+            (lambda out, y: 1.0, "got 1.0"),
+            (lambda out, y: None, "got None"),
+            (lambda out, y: out, "must give a tensor of one number"),
+            (lambda out, y: (out * 0).sum().sqrt() + 1, "a gradient is not finite"),
+        ],
+    )
+    def test_criteria_that_cannot_be_used(self, criterion, told) -> None:
+        with pytest.raises(PolyampError, match=told):
+            amp.calibrate(model(), batches(), criterion, capabilities=CAN)
+
+    def test_arguments_of_another_type(self) -> None:
+        loss = nn.CrossEntropyLoss()
+        with pytest.raises(PolyampError, match=r"expected a torch\.nn\.Module"):
+            amp.advise(lambda x: x, batches(), loss)
+        with pytest.raises(PolyampError, match="selector must be"):
+            amp.advise(model(), batches(), loss, capabilities=CAN, selector=None)
+        with pytest.raises(PolyampError, match="none with entries"):
+            amp.calibrate(model(), [torch.zeros(0, 16)], capabilities=CAN)
+        with pytest.raises(PolyampError, match="no device 'nodevice'; torch has cpu"):
+            amp.capabilities("nodevice")
+        with pytest.raises(PolyampError, match=r"scaler must be a polyamp\.torch\.GradScaler"):
+            amp.Adaptive(model(), 3.0, capabilities=CAN)
 
     def test_a_loss_that_is_not_finite(self) -> None:
         data = [(x * float("inf"), y) for x, y in batches()]
