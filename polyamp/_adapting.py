@@ -11,7 +11,7 @@ from polyamp._formats import shown
 from polyamp._module_scales import ModuleScales, with_shifts
 from polyamp._policy_map import PolicyMap
 from polyamp._select import Selector
-from polyamp._selection import SINGLE, Capabilities, Selection
+from polyamp._selection import BRAIN, HALF, SINGLE, Capabilities, Selection
 from polyamp._statistics import ModuleStatistics
 
 DEFAULT = Selector()
@@ -166,3 +166,8 @@ def check_arguments(selector: Any, capabilities: Any, **counts: Any) -> None:
             )
     if not isinstance(capabilities, Capabilities):
         raise PolyampError(f"capabilities must be polyamp.Capabilities, got {shown(capabilities)}")
+    for name in {*capabilities.formats, *capabilities.slow}:
+        if name not in (HALF, BRAIN):
+            raise PolyampError(
+                f"capabilities: no low format {shown(name)}; allowed: {HALF}, {BRAIN}"
+            )

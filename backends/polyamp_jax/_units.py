@@ -63,6 +63,9 @@ def _work(held: Held, outputs: int) -> float:
     """Entries of the weights that one output takes."""
     if "embed" in held.kind.lower():
         return 0.0
+    bias, kernel, *_ = (*sorted(held.shapes, key=len), (), ())
+    if len(held.shapes) == 2 and len(bias) < len(kernel):  # a bias has as many entries as outputs
+        return math.prod(kernel) / math.prod(bias)
     weights = [shape for shape in held.shapes if len(shape) > 1]
     return float(sum(math.prod(shape) // max(shape[outputs], 1) for shape in weights))
 

@@ -127,6 +127,12 @@ BENCHES: dict[str, Bench] = {
         "fit with LossScaleOptimizer beside Keras' own, over the same without scaling",
         needs="keras",
     ),
+    "keras-selector": Bench(
+        "polyamp_keras._bench_selector",
+        "keras_selector",
+        "fit with statistics every 50 steps beside the same without",
+        needs="keras",
+    ),
 }
 """Every bench by its name on the command line."""
 

@@ -19,7 +19,7 @@ from polyamp import BackendError, Dynamic, Policy, PolicyError, bench
 from polyamp.bench.report import Row
 from polyamp.demo import Settings, Task
 from polyamp.demo.data import load
-from polyamp_keras import _bench, _demo, _demo_models
+from polyamp_keras import _bench, _bench_selector, _demo, _demo_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 FRAMEWORK = keras.config.backend()
@@ -222,6 +222,15 @@ def test_every_way_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         for ours, plain in zip(end, ends[0], strict=True):
             np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-6)
     assert type(model.optimizer) is keras.optimizers.LossScaleOptimizer
+
+
+def test_selector_bench_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_bench_selector, "EVERY", 2)
+    kind = next(kind for kind in _bench_selector.kinds() if kind.startswith(FRAMEWORK))
+    rows = _bench_selector.measure(kind, 3, (6, 5, 3))
+    assert [row.name for row in rows][:2] == [f"{kind}, step", f"{kind}, ratio"]
+    assert all(row.value > 0 for row in rows[:4])
+    assert rows[1].limit == 1.02
 
 
 def test_bench_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,24 @@ class TestAdaptive:
             selection = adaptive.update(numbers, state)
             assert selection.choices["first"].level == level
 
+    def test_skips_before_it_was_saved_are_not_skips_after(self) -> None:
+        first = Training(every=6)
+        first.opt_state = first.opt_state._replace(
+            scaler=first.opt_state.scaler._replace(skipped=jnp.int32(3))
+        )
+        first.run(7, 1.0)
+        saved = first.adaptive.to_dict()
+        assert saved["skipped"] == 3
+        second = Training(every=6)
+        second.adaptive.from_dict(saved)
+        second.params, second.opt_state = first.params, first.opt_state
+        judged, decide = [], second.adaptive.decide
+        second.adaptive.decide = lambda s, gradients: (
+            judged.append(gradients) or decide(s, gradients)
+        )
+        second.run(6, 1.0)
+        assert judged == [True]
+
     def test_refusals(self) -> None:
         with pytest.raises(PolyampError, match="every must be"):
             amp.Adaptive(Nnx(nnx.Rngs(0)), every=0)
@@ -198,6 +216,24 @@ class TestCalibrate:
         assert [c.format for c in found.choices.values()] == ["bfloat16", "float16"]
         rules = amp.calibrate(units, outputs, params, batches, gradients=False, capabilities=CAN)
         assert rules == found.policy_map()
+
+    def test_skips_before_it_was_saved_are_not_skips_after(self) -> None:
+        first = Training(every=6)
+        first.opt_state = first.opt_state._replace(
+            scaler=first.opt_state.scaler._replace(skipped=jnp.int32(3))
+        )
+        first.run(7, 1.0)
+        saved = first.adaptive.to_dict()
+        assert saved["skipped"] == 3
+        second = Training(every=6)
+        second.adaptive.from_dict(saved)
+        second.params, second.opt_state = first.params, first.opt_state
+        judged, decide = [], second.adaptive.decide
+        second.adaptive.decide = lambda s, gradients: (
+            judged.append(gradients) or decide(s, gradients)
+        )
+        second.run(6, 1.0)
+        assert judged == [True]
 
     def test_refusals(self) -> None:
         case = linen_case()

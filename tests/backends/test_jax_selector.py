@@ -67,6 +67,26 @@ class TestNumbers:
         np.testing.assert_array_equal(found, jnp.broadcast_to(raw([x]), (2, 3, 8)))
 
 
+def test_multiply_adds_an_entry_of_the_output() -> None:
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.MultiHeadDotProductAttention(2, name="attention")(x)
+            x = nn.Embed(9, 4, name="table")(jnp.zeros((2, 3), int)) + x
+            return nn.RMSNorm(name="norm")(nn.Conv(5, (3,), name="conv")(x))
+
+    found = amp.units(Stack(), jnp.ones((2, 3, 4)))
+    assert {path: unit.work for path, unit in found.items() if path != "norm"} == {
+        "attention.query": 4.0,
+        "attention.key": 4.0,
+        "attention.value": 4.0,
+        "attention.out": 4.0,
+        "table": 0.0,
+        "conv": 12.0,
+    }
+    assert [path for path, unit in found.items() if unit.family] == ["norm"]
+
+
 class TestMeasured:
     def test_what_a_step_gives_is_what_the_tensors_hold(self, case: Case) -> None:
         grads, found = sampled(case)
