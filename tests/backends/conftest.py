@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,3 +24,36 @@ def strict_promotion():
     jax = pytest.importorskip("jax", reason="the test is about JAX")
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+LIGHT = (
+    "test_jax_adaptive",
+    "test_jax_autocast",
+    "test_jax_describe",
+    "test_jax_equinox",
+    "test_jax_linen",
+    "test_jax_nnx",
+    "test_jax_policy",
+    "test_jax_selector",
+    "test_jax_shift",
+    "keras_calibrate",
+    "keras_demo",
+    "keras_models",
+    "keras_policies",
+    "keras_selector",
+)
+"""Tests of what a program computes, not of how it is compiled: policies, statistics, demos."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """LLVM's optimizations take half of such tests' time and change nothing that they look at."""
+    jax = sys.modules.get("jax")
+    if jax is None:
+        yield
+        return
+    light = request.path.name.startswith(LIGHT)
+    jax.config.update("jax_disable_most_optimizations", light)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
