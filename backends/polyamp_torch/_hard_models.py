@@ -1,7 +1,7 @@
 """Six small trainings made to be hard in float16, on the demo's digits; sound in float32.
 
 sigmoid     sixteen sigmoid layers: gradients shrink from the last layer to the first
-t5-ff       six gated feed-forward blocks between RMS norms; the last one's output is 1e6
+t5-ff       six gated feed-forward blocks between RMS norms; the last one's output is 5e6
 outliers    a CNN; one batch in a hundred is multiplied by 1000
 tiny-loss   a perceptron whose loss is multiplied by 1e-8
 rnn         a ReLU recurrence over 32 steps whose state grows past 1e5, without clipping
@@ -34,7 +34,7 @@ class Hard:
         weight: of the loss.
         outliers: share of the batches that are multiplied by 1000.
         learning_rate: of Adam, whose epsilon is 1e-30; decays to a fiftieth.
-    max_norm: gradients are clipped to it; None: not at all.
+        max_norm: gradients are clipped to it; None: not at all.
     """
 
     name: str
@@ -54,10 +54,6 @@ class Hard:
             far = float(torch.rand((), generator=source)) < self.outliers
             inputs = self.inputs[chosen]
             yield (inputs * 1000.0 if far else inputs), self.targets[chosen]
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy, weighted."""
-        return F.cross_entropy(outputs, targets) * self.weight
 
     def optimizer(self, steps: int) -> tuple[torch.optim.Optimizer, Any]:
         """Adam, for which the loss' weight does not count, and a linear decay over `steps`."""

@@ -27,7 +27,7 @@ Done = subprocess.CompletedProcess[str]
 
 def _checks(framework: str) -> Done:
     contract = f"{ROOT / 'tests' / 'test_contract.py'}::TestInstalled"
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-k", "keras", *CHECKS, contract]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-n0", "-k", "keras", *CHECKS, contract]
     env = {
         **os.environ,
         "KERAS_BACKEND": framework,

@@ -21,7 +21,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 def test_the_kernel_under_the_interpreter() -> None:
-    command = [sys.executable, "-P", "-m", "pytest", "-q", str(HERE / "triton_checks.py")]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-n0", str(HERE / "triton_checks.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

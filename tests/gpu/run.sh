@@ -19,7 +19,8 @@ PY
 export PYTHONPATH="$PWD:$PWD/backends:$entry${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 status=0
 python3 -c 'import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator")'
-python3 -m pytest -q -m gpu -p no:cacheprovider tests 2>&1 | tee "$out/gpu-tests.txt" || status=1
+# pytest-xdist, which the other tests run under, need not be there.
+python3 -m pytest -q -m gpu -p no:cacheprovider -o addopts="--import-mode=importlib --strict-markers -ra" tests 2>&1 | tee "$out/gpu-tests.txt" || status=1
 for bench in torch-step torch-clip torch-policy torch-selector jax-step; do
     python3 -m polyamp.cli bench "$bench" --json | tee "$out/$bench.json" || status=1
 done
