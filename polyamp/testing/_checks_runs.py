@@ -14,7 +14,7 @@ from polyamp.testing._traces import events, expected, from_flags
 from polyamp.testing._training import Training, array_batch
 
 PLAN = cases.Plan(
-    steps=1000, quick=True, only=(*cases.SHORT, "odd factors", "faulting", "logmax", "delayed")
+    steps=300, quick=True, only=(*cases.SHORT, "odd factors", "faulting", "logmax", "delayed")
 )
 
 
