@@ -1,8 +1,11 @@
-"""What every backend's `calibrate` does alike: samples put together, formats tried, the budget."""
+"""What every backend's `calibrate` does alike: samples put together, formats tried, errors, the
+budget."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from polyamp._budget import Candidate, within_budget
 from polyamp._policy_map import PolicyMap
@@ -32,6 +35,32 @@ def alone(path: str, choice: Choice, paths: Iterable[str]) -> PolicyMap:
     """Only the module at `path` as chosen, all others in float32."""
     others = {p: ModuleState(choice if p == path else Choice(3)) for p in paths}
     return Selection(others).policy_map()
+
+
+def noise_of(gradients: Sequence[Any]) -> float:
+    """Relative standard deviation of a batch's gradient; infinite where it is not known.
+
+    Args:
+        gradients: of each batch all of them, flat, as numpy arrays.
+    """
+    import numpy as np
+
+    if len(gradients) < 2 or not gradients[0].size:
+        return math.inf
+    mean = np.mean(gradients, axis=0)
+    squares = sum(float(np.sum((gradient - mean) ** 2)) for gradient in gradients)
+    size, deviation = float(np.linalg.norm(mean)), math.sqrt(squares / (len(gradients) - 1))
+    return deviation / size if size and deviation else math.inf
+
+
+def relative_error(gradient: Any, reference: Any) -> float:
+    """Norm of the difference over that of `reference` (numpy arrays); infinite if not finite."""
+    import numpy as np
+
+    if not np.isfinite(gradient).all():
+        return math.inf
+    size = float(np.linalg.norm(reference))
+    return float(np.linalg.norm(gradient - reference)) / size if size else 0.0
 
 
 def budgeted(

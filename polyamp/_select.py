@@ -237,10 +237,10 @@ class Selector:
             return self._down(old, now.choice)
         if heavy is None:
             return old
-        safer = max(now, self._wish(ahead, can, 1.0, heavy), key=lambda wish: wish.choice.level)
-        if safer.choice.level > before.level:
+        safer = self._safer(now, self._wish(ahead, can, 1.0, heavy))
+        if safer.level > before.level:
             if old.bad + 1 >= self.patience:
-                return self._down(old, safer.choice)
+                return self._down(old, safer)
             return old._replace(bad=old.bad + 1, good=0, ready=-1)
         faster = self._wish(new, can, self.margin, heavy).choice
         if faster.level < before.level:
@@ -249,6 +249,12 @@ class Selector:
         stale = amax > 0 and shift_for(amax, before.shift) != before.shift
         renew = now.choice.level == before.level and (stale or before.statistic == START)
         return old._replace(choice=now.choice if renew else before, bad=0, good=0, ready=-1)
+
+    def _safer(self, now: _Wish, ahead: _Wish) -> Choice:
+        """What is wanted now, or by the next sample if that is safer."""
+        if ahead.choice.level <= now.choice.level:
+            return now.choice
+        return ahead.choice._replace(statistic=f"{ahead.choice.statistic}, predicted")
 
     def _up(self, old: ModuleState, choice: Choice, step: int) -> ModuleState:
         good = old.good + 1

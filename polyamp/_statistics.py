@@ -110,12 +110,6 @@ def merged(raws: Iterable[Sequence[float]]) -> tuple[float, ...] | None:
     return (max(columns[0]), *(math.fsum(column) for column in columns[1:]))
 
 
-def statistics_of(raws: Iterable[Sequence[float]]) -> Statistics | None:
-    """`Statistics` of several measured tensors put together; None if there is none."""
-    raw = merged(raws)
-    return None if raw is None else Statistics.from_raw(raw)
-
-
 def overflowed(statistics: Mapping[str, ModuleStatistics]) -> bool:
     """Whether a gradient in a sample is not finite."""
     gradients = [g for one in statistics.values() for g in (one.gradient, one.weight_gradient)]

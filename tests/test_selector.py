@@ -20,7 +20,7 @@ from polyamp import (
     StateError,
     Statistics,
 )
-from polyamp._statistics import merged, statistics_of
+from polyamp._statistics import merged
 
 GOOD = Statistics(amax=1.0, rms=0.1, size=1000, nonfinite=0, nonzero=1.0, sub=0.1, bad=0, far=0)
 WITHOUT_BF16 = Capabilities(formats=frozenset({"float16"}))
@@ -96,6 +96,7 @@ class TestForward:
         values = [100.0, 300.0, 1000.0, 4500.0, 9000.0, 14000.0]
         found = [run(sample(output=value)) for value in values]
         assert found == ["float16"] * 5 + ["bfloat16"]
+        assert run.choice.statistic == "output.amax, predicted"
 
 
 class TestGradients:
@@ -370,7 +371,6 @@ def test_merging_takes_the_largest_amax_and_sums_the_rest(rows) -> None:
     assert found[0] == max(row[0] for row in rows)
     assert found[2] == math.fsum(row[2] for row in rows)
     assert merged([]) is None
-    assert statistics_of([]) is None
 
 
 def test_raw_numbers_become_shares() -> None:

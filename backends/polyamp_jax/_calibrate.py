@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp._adapting import DEFAULT, check_arguments
-from polyamp._calibration import alone, budgeted, to_try, worst
+from polyamp._calibration import alone, budgeted, noise_of, relative_error, to_try, worst
 from polyamp._errors import PolyampError
 from polyamp._policy_map import PolicyMap
 from polyamp._predictive import Predictive
@@ -166,7 +166,7 @@ class _Calibration:
             state = transition(rule, state, self._signal(found))
         if not samples:
             raise PolyampError("there was no batch to calibrate with; a generator is read once")
-        self._reference, self.noise = gradients[0], _noise(gradients)
+        self._reference, self.noise = gradients[0], noise_of(gradients)
         self.macs = {
             path: (one.work or 0.0) * (one.output.size if one.output else 0)
             for sample in reversed(samples)
@@ -222,11 +222,7 @@ class _Calibration:
         """Relative error of the first batch's gradient under `rules`."""
         fun = functools.partial(self.loss_fn, rules)
         _, grads = seeded(fun, jnp.float32(self.scale), 0, False)(self.params, *(self._batch or ()))
-        gradient = self._flat(grads)
-        if not np.isfinite(gradient).all():
-            return math.inf
-        size = float(np.linalg.norm(self._reference))
-        return float(np.linalg.norm(gradient - self._reference)) / size if size else 0.0
+        return relative_error(self._flat(grads), self._reference)
 
 
 def _first(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,13 +237,3 @@ def _total(fun: Callable[..., Any]) -> Callable[..., Any]:
         return sum((leaf.astype(jnp.float32).sum() for leaf in leaves), jnp.float32(0.0))
 
     return total
-
-
-def _noise(gradients: list[np.ndarray[Any, Any]]) -> float:
-    """Relative standard deviation of a batch's gradient; infinite where it is not known."""
-    if len(gradients) < 2 or not gradients[0].size:
-        return math.inf
-    mean = np.mean(gradients, axis=0)
-    squares = sum(float(np.sum((gradient - mean) ** 2)) for gradient in gradients)
-    size, deviation = float(np.linalg.norm(mean)), math.sqrt(squares / (len(gradients) - 1))
-    return deviation / size if size and deviation else math.inf

@@ -21,7 +21,7 @@ import numpy as np
 from keras import ops
 
 from polyamp._adapting import DEFAULT, check_arguments
-from polyamp._calibration import alone, budgeted, to_try, worst
+from polyamp._calibration import alone, budgeted, noise_of, relative_error, to_try, worst
 from polyamp._errors import PolyampError
 from polyamp._policy_map import PolicyMap
 from polyamp._predictive import Predictive
@@ -181,7 +181,7 @@ class _Calibration:
             state = transition(rule, state, self._signal(found))
         if not samples:
             raise PolyampError("there was no batch to calibrate with; a generator is read once")
-        self.noise = _noise(gradients)
+        self.noise = noise_of(gradients)
         self.macs = {
             path: (one.work or 0.0) * (one.output.size if one.output else 0)
             for sample in reversed(samples)
@@ -266,11 +266,7 @@ class _Calibration:
         """Relative error of the first batch's gradient with only one layer as chosen."""
         rules = alone(path, choice, self.watch.units)
         apply_policy(self.model, rules, float32_outputs=self.float32_outputs)
-        gradient = self._pass(self._first).gradient
-        if not np.isfinite(gradient).all():
-            return math.inf
-        size = float(np.linalg.norm(self._reference))
-        return float(np.linalg.norm(gradient - self._reference)) / size if size else 0.0
+        return relative_error(self._pass(self._first).gradient, self._reference)
 
 
 def _same_numbers() -> Any:
@@ -305,13 +301,3 @@ def _without_dropout(model: Any) -> Iterator[None]:
     finally:
         for layer, rate in zip(layers, rates, strict=True):
             layer.rate = rate
-
-
-def _noise(gradients: list[np.ndarray[Any, Any]]) -> float:
-    """Relative standard deviation of a batch's gradient; infinite where it is not known."""
-    if len(gradients) < 2 or not gradients[0].size:
-        return math.inf
-    mean = np.mean(gradients, axis=0)
-    squares = sum(float(np.sum((gradient - mean) ** 2)) for gradient in gradients)
-    size, deviation = float(np.linalg.norm(mean)), math.sqrt(squares / (len(gradients) - 1))
-    return deviation / size if size and deviation else math.inf

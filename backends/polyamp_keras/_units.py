@@ -143,5 +143,14 @@ def _work(layer: Any) -> float:
         return float(math.prod(size for letter, size in sizes.items() if letter not in output))
     if isinstance(layer, keras.layers.DepthwiseConv2D | keras.layers.DepthwiseConv1D):
         return float(math.prod(layer.kernel_size))
-    shapes = [v.shape for v in layer.trainable_variables if len(v.shape) > 1]
-    return float(sum(math.prod(shape) // max(shape[-1], 1) for shape in shapes))
+    weights = [v for v in layer.trainable_variables if len(v.shape) > 1 and v.name != "bias"]
+    sizes_of = [math.prod(v.shape) for v in weights]
+    outputs = 0
+    if isinstance(layer, keras.layers.RNN):  # its kernels are of several gates
+        outputs = getattr(layer, "units", 0)
+    elif isinstance(layer, keras.layers.MultiHeadAttention):
+        outputs = layer.output_dense.kernel.shape[-1]
+    if outputs:
+        return float(sum(sizes_of)) / outputs
+    pairs = zip(weights, sizes_of, strict=True)
+    return float(sum(size // max(v.shape[-1], 1) for v, size in pairs))

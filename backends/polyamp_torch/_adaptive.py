@@ -22,10 +22,12 @@ from polyamp._errors import PolicyError, PolyampError
 from polyamp._module_scales import ModuleScales
 from polyamp._policy_map import PolicyMap
 from polyamp._select import Selector
-from polyamp._selection import Capabilities, Selection
+from polyamp._selection import BRAIN, HALF, Capabilities, Selection
 from polyamp_torch._capabilities import capabilities as capabilities_of
 from polyamp_torch._modules import apply_policy, rules_of
 from polyamp_torch._watch import Watch
+
+LOW = (HALF, BRAIN)
 
 
 class Adaptive(Adapting):
@@ -87,7 +89,7 @@ class Adaptive(Adapting):
         self.watch = Watch(model)
         try:
             device = next(model.parameters()).device
-            can = capabilities_of(device) if capabilities is None else capabilities
+            can = self._alike(device) if capabilities is None else capabilities
             super().__init__(self.watch.families, can, selector, every, max_changes)
             self._rules: PolicyMap | None = None
             self._apply(self._map())
@@ -113,7 +115,7 @@ class Adaptive(Adapting):
                     " before, and make a new one after"
                 )
             before, self._skips = self._skips, self._count()
-            fresh = self._agreed(self._since_skip <= RECOVERY or self._skips > before)
+            (fresh,) = self._on_any_rank(self._since_skip <= RECOVERY or self._skips > before)
             if self.decide(self.watch.end(self.group), gradients=not fresh):
                 self._apply(self._map())
                 self.changed()
@@ -179,13 +181,22 @@ class Adaptive(Adapting):
     def _is_scaling(self) -> bool:
         return self.scaler is not None and bool(self.scaler.is_enabled())
 
-    def _agreed(self, fresh: bool) -> bool:
-        """Whether it is so on any rank."""
+    def _alike(self, device: torch.device) -> Capabilities:
+        """What the devices of all ranks can do."""
+        can = capabilities_of(device)
+        lacking = self._on_any_rank(*(name not in can.formats for name in LOW))
+        slow = self._on_any_rank(*(name in can.slow for name in LOW))
+        formats = frozenset(name for name, lost in zip(LOW, lacking, strict=True) if not lost)
+        return Capabilities(formats, frozenset(n for n, s in zip(LOW, slow, strict=True) if s))
+
+    def _on_any_rank(self, *flags: bool) -> list[bool]:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return fresh
-        flag = torch.tensor([float(fresh)], device=next(self.model.parameters()).device)
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self.group)
-        return bool(flag.item())
+            return list(flags)
+        table = torch.tensor(
+            flags, dtype=torch.float32, device=next(self.model.parameters()).device
+        )
+        torch.distributed.all_reduce(table, torch.distributed.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in table.tolist()]
 
     def _apply(self, rules: PolicyMap) -> None:
         if rules == self._rules and rules_of(self.model) == rules:

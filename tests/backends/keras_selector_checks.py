@@ -154,7 +154,8 @@ class TestMeasured:
             assert one.gradient.amax > 0
         assert adaptive.statistics["add"].weight_gradient is None
         assert adaptive.statistics["both"].weight_gradient.amax > 0
-        assert adaptive.statistics["each"].work == 8.0
+        work = {path: one.work for path, one in adaptive.statistics.items()}
+        assert (work["attention"], work["add"], work["each"]) == (4 * 8.0, 0.0, 8.0)
 
     def test_a_layer_called_twice(self) -> None:
         inputs = keras.Input((8,))
