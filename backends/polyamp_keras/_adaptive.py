@@ -238,13 +238,13 @@ class _Sampled:
         self.watch.begin()
         if FRAMEWORK != "jax":
             logs = self.step(*args)
-            return {"logs": logs, "numbers": self.watch.numbers}
+            return {"logs": logs, "numbers": self.watch.finish()}
         (trainable, *others), data = args
         values = iter(trainable)
         ours = {id(sink): sink.value for sink in self.watch.sinks.values()}
         extended = [ours[id(v)] if id(v) in ours else next(values) for v in self._variables()]
         logs, state = self.step((extended, *others), data)
-        return {"logs": logs, "numbers": self.watch.numbers}, state
+        return {"logs": logs, "numbers": self.watch.finish()}, state
 
     def _variables(self) -> list[Any]:
         return list(self.watch.model.trainable_variables)

@@ -208,7 +208,8 @@ class _Calibration:
             raise PolyampError(
                 f"the loss is {number(loss) / self.scale} in float32; calibrate on sound batches"
             )
-        found = self.watch.statistics(self.watch.numbers) if state is not None else {}
+        numbers = self.watch.finish()
+        found = self.watch.statistics(numbers) if state is not None else {}
         if self.loss is None:
             nothing: dict[str, Any] = {"gradient": None, "weight_gradient": None}
             found = {path: one._replace(**nothing) for path, one in found.items()}

@@ -99,14 +99,14 @@ class Watch:
             for sink in self.sinks.values():
                 sink.value.grad = None
 
-    @property
-    def numbers(self) -> Any:
-        """What the step that `begin` began has measured, as `table` gives it.
+    def finish(self) -> Any:
+        """The train step that `begin` began is over: what it measured, as `table` gives it.
 
         Raises:
             PolyampError: its optimizer was not given the gradients of `model.trainable_variables`.
         """
-        found = self._local.numbers
+        found, self._local.numbers = self._local.numbers, None
+        self._local.outputs = {}
         if found is None:
             raise PolyampError(
                 "a step with statistics gave model.optimizer no gradients of all"

@@ -23,6 +23,9 @@ from polyamp_keras import _bench, _bench_selector, _demo, _demo_models
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 FRAMEWORK = keras.config.backend()
+ONCE = pytest.mark.skipif(
+    FRAMEWORK != "torch", reason="the same on every Keras backend, and quickest on torch"
+)
 MODE = next(mode for mode in _bench.LIMITS if mode.startswith(FRAMEWORK))
 DIGITS = Settings(steps=10, batch=32, learning_rate=0.05, width=4, depth=1)
 TEXT = Settings(
@@ -94,6 +97,7 @@ def test_the_loss_falls(name: str, policy: str) -> None:
     assert result.memory_kind == "all variables"
 
 
+@ONCE
 def test_accumulating_is_a_larger_batch_and_policies_share_weights_and_batches() -> None:
     two, one = train("text", "float32", steps=5), train("text", "float32", steps=5, accumulate=1)
     assert two.losses == pytest.approx(one.losses, rel=1e-3)
@@ -153,6 +157,7 @@ def test_a_training_elsewhere_is_the_same() -> None:
     assert repr(seen) == repr([(1, away.losses[0]), (2, away.losses[1])])
 
 
+@ONCE
 @pytest.mark.filterwarnings("ignore::polyamp.SkippedStepWarning")
 def test_fit_draws_its_own_bar_on_a_terminal() -> None:
     screen, seen = io.StringIO(), list[Any]()
